@@ -2,9 +2,9 @@
 
 The call has three phases, in forward and in backward. `begin` sends queries and keys, `serve` runs
 tasks and sends results back, and `finish` waits for results. `serve` has three steps:
-`forward_keys`, `run_local` and `run_pooled`. In forward the steps take `Operands` and return
-`Outputs`. In backward they take `BackwardInputs` and return `Grads`. A step that starts an exchange
-returns it, and the step that waits for the exchange takes it as an argument.
+`forward_keys`, `run_local` and `run_pooled`. Forward computes `Outputs` from `Operands`, and
+backward computes `Grads` from `BackwardInputs`. A step that starts an exchange returns it, and the
+step that waits for the exchange takes it as an argument.
 
 The argument `home` of the steps holds the tensors of this rank's own tokens. This code runs in
 every layer, between kernel launches. It therefore computes nothing that the route already has, and
@@ -122,7 +122,7 @@ def make_empty_saved(operands: Operands) -> BackwardInputs:
 
 @dataclass(frozen=True, eq=False)
 class AttentionServer:
-    """A rank as attention server: runs CA-tasks with one kernel, and keeps nothing between calls.
+    """An attention server. It runs CA-tasks with one kernel, and keeps nothing between calls.
 
     Attributes:
         kernel: the attention kernel.
@@ -163,8 +163,8 @@ class LayerExchange:
         route, group, server: this rank's route, attention group and attention server.
         stored: the layer's entry in the output store; None if outputs are not stored.
         label: name of the call, the same on every rank; None in a group of one.
-        recomputed_outputs: in a recompute, the stored outputs; None if there are none. With stored
-            outputs, the call launches no exchange and runs no kernel.
+        recomputed_outputs: in a recompute, the outputs that the first forward stored; None if there
+            are none. A recompute with these outputs launches no exchange and runs no kernel.
         backward: whether backward has begun.
         exchanges: whether any rank sends rows, in forward or backward.
     """
@@ -183,8 +183,8 @@ class LayerExchange:
         self.recomputed_outputs = None if recorded is None else Outputs(*recorded)
         self.backward = False
         self.exchanges = route.exchanges
-        # Numbers of sent tensors and of result tensors that have one row per query. The remaining
-        # tensors have one row per key.
+        # How many of the sent tensors, and how many of the results, have one row per query. The
+        # others have one row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
         # If keys are relayed, backward keeps gradients of received queries here, and gradients of

@@ -4,11 +4,11 @@ gloo matches messages with equal tags only by their order. If ranks disagree abo
 exchange, a message that is too long ends the receiving process, and a message that is too short is
 accepted without an error. Over gloo, all messages of an exchange therefore have a tag that encodes
 its purpose. Then messages of different exchanges never match, and a rank that waits for a message
-that never comes gets an error. Other backends have no tags, and there an exchange is one
+that never comes gets an error. Over other backends, which have no tags, an exchange is one
 all-to-all.
 
-gloo sends only host memory. Tensors on another device are copied to the host before they are sent,
-while the host waits, and received bytes are copied back to the device.
+gloo sends only host memory. Before tensors on another device are sent, they are copied to the host,
+and the host waits for the copy. Received bytes are copied back to the device.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Channel:
         process_group: the process group that sends the messages.
         monitor: receives a report if a message does not come.
         timeout_seconds: how long a rank waits for other ranks.
-        checksum: checksum (below 2**32) of the purposes of all exchanges so far. It is equal on two
-            ranks that started the same exchanges in the same order. All layers of a micro-batch
-            have messages of the same size. Without tags, therefore, only the checksum shows that
-            two ranks exchanged messages of different layers.
+        checksum: checksum (below 2**32) of the purposes of all exchanges so far. Two ranks have
+            equal checksums if they started the same exchanges in the same order. All layers of a
+            micro-batch have messages of the same size, so without tags, only the checksum shows
+            that two ranks exchanged messages of different layers.
     """
 
     process_group: dist.ProcessGroup

@@ -71,7 +71,7 @@ class GroupObserver(Protocol):
 def mark_joint_step(step: Callable[P, R]) -> Callable[P, R]:
     """Mark a step that all ranks of a group take at the same point.
 
-    If there is an `AttentionGroup.observer`, it runs the step.
+    If `AttentionGroup.observer` is set, the observer runs the step.
     """
 
     @wraps(step)

@@ -17,7 +17,7 @@ from hf_distca.runtime.monitor import (
     FailureMonitor,
 )
 
-# Seconds between two queries of the store. They grow if more than `_MANY` ranks query it.
+# Seconds between two queries of the store. The pause is longer if more than `_MANY` ranks query it.
 _LOOK_SECONDS = 0.25
 _MANY = 512
 # A process that ends waits at most this many seconds for its report to reach the store.

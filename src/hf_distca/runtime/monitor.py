@@ -1,11 +1,11 @@
 """Failure propagation between ranks. A rank that gives up tells the other ranks, and wakes those
 that wait for it.
 
-Reports, which the code calls words, travel through the key-value store of a process group, which a
-rank can use without other ranks. A rank that gives up writes a report and breaks its connections.
-Ranks that wait for it then wake up, read the report and write their own reports. A process that
-ends also writes a report, with the error that ended it, if any. A rank without a report was killed,
-hangs or runs other code. The text of a report is only shown to users.
+Reports (called words in the code) travel through the key-value store of a process group, because a
+rank can use the store without other ranks. A rank that gives up writes a report and breaks its
+connections. Ranks that wait for it then wake up, read the report and write their own reports. A
+process that ends also writes a report, with the error that ended it, if any. A rank without a
+report was killed, hangs or runs other code. The text of a report is only shown to users.
 
 Meanwhile a rank may wait in a collective of other code, such as DDP's reduction of gradients. That
 collective would report a closed connection late, or end only at its timeout. A thread therefore
@@ -15,9 +15,9 @@ If a connection breaks while a message is partly received, gloo does not wake th
 which then waits until its timeout. A rank that gives up therefore completes its messages under way
 first. A rank that is killed cannot do so.
 
-If the node of the store, or the link to it, is lost, a call of the store ends only when TCP gives
-up, after a quarter of an hour. Calls that must not take that long therefore run in a separate
-thread, which the caller can abandon.
+If the node that holds the store is lost, or the link to this node, a call of the store ends only
+when TCP gives up, after a quarter of an hour. Calls that must not take that long therefore run in a
+separate thread, which the caller can abandon.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class FailureMonitor:
     def give_up(self, activity: str, error: Exception) -> DistCADesyncError:
         """Leave the group because other ranks did not come.
 
-        This may take as long as `compute_reserved_seconds`.
+        This may take as many seconds as `compute_reserved_seconds` returns.
 
         Returns:
             The error to raise. It says what each rank was doing.
@@ -260,8 +260,8 @@ class FailureMonitor:
     def announce_exit(self, error: BaseException | None) -> bool:
         """Tell the other ranks that this process ends, and with which error.
 
-        After an error, also print which ranks ended before. Return whether the store ends with the
-        process that holds it.
+        After an error, also print which ranks ended earlier. Return whether the store ends with the
+        process that holds it. If this rank has already left the group, do nothing and return False.
         """
         if self.has_left:
             return False

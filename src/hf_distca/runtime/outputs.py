@@ -4,7 +4,7 @@ and no exchange.
 The first forward stores o and lse of every layer that will be recomputed. The recompute finds them
 in the store, and computes only q, k and v again. The mask handle, an argument of the checkpointed
 function, keeps the store alive until the checkpoint's backward is over. No other object keeps the
-store alive. In particular, no tensor that a layer saves for backward does.
+store alive, in particular no tensor that a layer saves for backward.
 
 If hooks move a checkpoint's inputs, for example to the host, they move the stored outputs too.
 """

@@ -27,7 +27,8 @@ class Hooks(NamedTuple):
         """The checkpoint of these hooks, and the id of its running recompute (None in forward).
 
         The property is None if these hooks do not belong to a checkpoint. Reentrant checkpoints
-        have no hooks. Variables of `torch.utils.checkpoint` are read by their names in torch 2.13.
+        have no hooks. The code reads variables of `torch.utils.checkpoint` by the names that they
+        have in torch 2.13.
         """
         pack = inspect.unwrap(self.pack)
         held = (

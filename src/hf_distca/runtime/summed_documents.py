@@ -3,9 +3,9 @@
 Tokens that are used twice in the sum are called retaken.
 
 **Blocks.** Let all tokens t[0], ..., t[m-1] of a block see each other. Causal attention omits the
-keys after each query, which are a strict upper triangle of the scores. In reverse order this
-triangle is causal: queries t[m-2], ..., t[0] with keys t[m-1], ..., t[1]. Any kernel can therefore
-compute it as a document of m - 1 tokens.
+scores of the keys after each query, a strict upper triangle. In reverse order this triangle is
+causal: queries t[m-2], ..., t[0] with keys t[m-1], ..., t[1]. Any kernel can therefore compute it
+as a document of m - 1 tokens.
 
 **Shared prefixes.** A document B may continue a prefix that is part of a document A. Copies of the
 prefix's keys then lie in front of B's own keys, as context. The prefix's queries are computed only
@@ -132,8 +132,8 @@ class SumExchange(LayerExchange):
         results = super().run_local(home)
         if tasks is not None:
             scores = replace(self.server.scores, window=self.retaken.window)
-            # The process counts this work, but the plan's meter does not, because rates are learned
-            # only from planned work.
+            # This work is counted by the meter of the process, and not by the meter of the plan,
+            # because rates are learned only from planned work.
             meter = self.server.meter.parent or self.server.meter
             server = replace(self.server, scores=scores, meter=meter)
             self._part = server.run(self.retaken.take(home), tasks)

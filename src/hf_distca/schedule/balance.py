@@ -53,20 +53,21 @@ def balance(
     Args:
         layout: documents and their ranks; the same on every rank.
         cost: seconds of tasks and of exchanges; the same on every rank. The plan is for layers with
-            its window, or for layers without one if no document is longer than the window.
+            the window of `cost`. If no document is longer than this window, the plan is for layers
+            without a window.
         config: `balance`, `tolerance`, `min_gain`, `tile`, `head_groups`, `max_transient_bytes`,
             `ping_pong` and `serve_in_place` are read. A tolerance below 0.002 counts as 0.002. With
             head groups, the plan's layout is `layout` with some documents split by heads. With
             `max_transient_bytes`, only tails that fit this bound are moved. With `ping_pong`,
-            `layout` is that of a nano-batch, and only the part of its exchange that is longer than
-            compute costs time.
+            `layout` is the layout of a nano-batch, and exchanges cost only the time by which they
+            exceed compute.
         ranks: properties of the ranks; the same on every rank. A slower rank gets less work, so
             that all ranks end together.
         allow_relays: whether servers may forward keys.
 
     Raises:
-        ConfigError: if `ranks` and the layout have different numbers of ranks, or if the bound is
-            too small for one row and one key.
+        ConfigError: if `ranks` and the layout have different numbers of ranks, or if
+            `max_transient_bytes` is too small for one row and one key.
     """
     ranks.check_count(layout.world_size)
     # With a single node, all traffic uses links inside the node, so only their rate matters.

@@ -46,7 +46,7 @@ class Bins(NamedTuple):
 
 @compile_inner
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
-    """Choose `count` bins for a chunk, or more bins if these have too little room for it.
+    """Choose `count` bins for a chunk, or more bins if `count` bins have too little room.
 
     Bins with room for `length / count` tokens are chosen first, in order of increasing pairs. The
     remaining bins follow, in order of decreasing room. Return the number of chosen bins and the sum
@@ -73,8 +73,8 @@ def _fill_bins(
     """Put chunks into bins, one chunk after another. `counts` has the number of bins for each
     chunk. For the other arguments see `deal_to_bins`.
 
-    Return the number of rows that were written to `rows`. A chunk takes at most two rows for each
-    of its `counts` bins, and two more for each bin that it fills up.
+    Return the number of rows that were written to `rows`. A chunk for n bins takes at most 2 n
+    rows, and two more for each bin that it fills up.
     """
     row = 0
     for chunk in range(len(chunks)):

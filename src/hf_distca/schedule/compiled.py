@@ -24,8 +24,8 @@ def compile_function(function: F, *, keep: Sequence[str] = (), inside: bool = Fa
         function: compiled when it is first called.
         keep: source files of the function and of the functions that it calls. If any are given,
             the machine code is cached for other processes.
-        inside: whether only compiled functions call it. An entry from Python takes as long to
-            compile as the function.
+        inside: whether only compiled functions call it. If so, no entry from Python is compiled.
+            Compiling it would take as long as compiling the function.
     """
     if keep:
         # numba names its cache files by `__qualname__`, so a hash of the sources is added to this

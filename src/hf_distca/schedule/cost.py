@@ -218,8 +218,9 @@ class CostModel:
         ranks_per_link: number of ranks of a node that share a link to other nodes; 1 if each rank
             has its own link. The rate of the link is ``exchange_bytes_per_second`` times this
             number, even if only some of the ranks send.
-        peer_seconds: seconds that each peer adds to the fixed seconds of an exchange. The peers of
-            a rank are the ranks that it sends to or receives from.
+        peer_seconds: seconds that each peer of a rank adds to the fixed seconds of an exchange. The
+            peers are the ranks that the rank sends to or, if they are more, the ranks that it
+            receives from.
     """
 
     shape: AttentionShape
@@ -494,7 +495,8 @@ class TransientBytes(NamedTuple):
         """Find the document position up to which query rows may move.
 
         The keys before this position, in one of `groups` head groups, take at most half of `bound`
-        bytes, so that rows can take the other half. Without a bound (None), all rows may move.
+        bytes, so that rows can take the other half. All rows may move if `window` keys fit in half
+        of the bound, or if there is no bound (None).
         """
         most = ALL_KEYS if bound is None else bound * groups // (2 * self.key)
         return ALL_KEYS if window <= most else most
@@ -503,7 +505,7 @@ class TransientBytes(NamedTuple):
         """Raise an error unless a query row and a key fit in a bound of bytes.
 
         Raises:
-            ConfigError: if they do not fit. The message states the bound and their bytes.
+            ConfigError: if they do not fit. The message states the bound and the bytes needed.
         """
         if bound is not None and bound < self.query + self.key:
             raise ConfigError(

@@ -58,8 +58,8 @@ def deal(
             of the model have it. A window that no document exceeds is ignored.
         tile: documents are cut at multiples of this number if tokens allow.
         ranks_per_node: number n of ranks of a node; ranks [0, n), [n, 2n), ... are nodes. Documents
-            that need no more than a node's attention and room lie in one node. See `schedule.bins`
-            for longer documents.
+            with at most the attention of an average node lie in one node if a node has room. For
+            other documents see `schedule.bins`.
 
     Raises:
         LayoutError: if lengths are not whole numbers from 1 to 2**32, or do not add up to the
@@ -84,9 +84,9 @@ def deal_nano_batches(
 
     In both layouts, the number of a document is its index in `lengths`. Each layout has half of the
     `tokens_per_rank` tokens of each rank. An odd token is in the second layout. Equal halves are
-    nearly always possible if some documents are short. Otherwise, the halves are as equal as the
-    documents allow, and within a layout, ranks may differ by one token. If there is only one
-    document, the second layout is empty.
+    nearly always possible if some documents are short. If they are impossible, the halves are as
+    equal as the documents allow, and within a layout, ranks may differ by one token. If there is
+    only one document, the second layout is empty.
 
     For arguments and errors see `deal`.
     """
@@ -184,8 +184,8 @@ def _choose_half(
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
     # The long documents leave room in each half for a third of the short documents' tokens. Subsets
-    # of the short documents have far more different sums in this range than near 0 or near the sum
-    # of all.
+    # of the short documents reach many more sums between one and two thirds of these tokens than
+    # near 0 or near the total.
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         half = int(loads[0] > loads[1] and not is_late[document])
@@ -243,8 +243,8 @@ def _check_arguments(
     length = require_integers(lengths, "document lengths")
     for document in np.flatnonzero((length < 1) | (length > _MAX_LENGTH)):
         raise LayoutError(
-            f"document {document} has length {length[document]}: it must be at least 1, and the"
-            " limit is 2**32."
+            f"document {document} has length {length[document]}: lengths must be at least 1, and"
+            " the limit is 2**32."
         )
     tokens = tokens * ranks if tokens == [given] else tokens
     total, expected = sum(length.tolist()), sum(tokens)

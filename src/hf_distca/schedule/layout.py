@@ -461,14 +461,15 @@ def _number_documents(
     for position, ranks in starting.items():
         if position and not len(ranks) == len(ending[position]) == 1:
             raise LayoutError(
-                f"{len(ranks)} run(s) start at position {position} and {len(ending[position])} end"
-                f" there, on ranks {ranks} and {ending[position]}. Position ids do not say which of"
-                " these runs belong together: give document numbers (PackedDocuments in the batch)."
+                f"{len(ranks)} run(s) start at position {position} (on ranks {ranks}) and"
+                f" {len(ending[position])} end there (on ranks {ending[position]}). Position ids do"
+                " not say which of these runs belong together: give document numbers"
+                " (PackedDocuments in the batch)."
             )
     # The first dict maps the position where a run ends to the document number of the run. The
     # second maps the run itself to this number. A run that starts above 0 takes the number of the
-    # run that ends at its start. Only a run without tokens may find no such number, and `Layout`
-    # refuses this run.
+    # run that ends at its start. A run without tokens may find no number, but `Layout` refuses runs
+    # without tokens.
     number_ending_at: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for number, (start, rank, row, end) in enumerate(sorted(rows)):

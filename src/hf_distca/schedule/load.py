@@ -1,9 +1,9 @@
 """Loads of ranks under a plan: seconds of compute and exchange, and tokens and bytes sent and
 received.
 
-Every rank has a link to the other ranks of its node. It also has a link to other nodes, or shares
-this link with ranks of its node (`CostModel.ranks_per_link`). Both links work at the same time, so
-sending takes as long as the busier link needs. Receiving is counted in the same way.
+Every rank has two links: one to the other ranks of its node, and one to other nodes. Several ranks
+of a node may share a link to other nodes (`CostModel.ranks_per_link`). Both links work at the same
+time, so sending takes as long as the busier link needs. Receiving is counted in the same way.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ class PlanLoad:
 
     @cached_property
     def exchange_bytes(self) -> FloatArray:
-        """Bytes that each rank exchanges in forward and backward, returns included: (2, ranks).
+        """Bytes that each rank exchanges in forward and backward, returns included.
 
-        The first row is for the tokens that a rank sends in dispatches, and the second row is for
-        the tokens that it receives in dispatches.
+        The shape is (2, ranks). The first row is for the tokens that a rank sends in dispatches,
+        and the second row is for the tokens that it receives in dispatches.
         """
         return np.asarray(
             self.query_tokens * self.cost.shape.moved_query_bytes

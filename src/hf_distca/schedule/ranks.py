@@ -96,8 +96,8 @@ class Ranks:
         Without nodes, all ranks count as one node, whose links are as fast as links between nodes.
 
         Returns:
-            For each link, the first rank that uses it, and its bytes per second: two arrays of
-            shape (2, ranks).
+            For both links of each rank, the first rank that uses the link, and the link's bytes per
+            second: two arrays of shape (2, ranks).
         """
         rank, per_node = np.arange(count), self.per_node or count
         shared = min(cost.ranks_per_link, per_node)

@@ -1,4 +1,4 @@
-"""Forwarded keys: routes of the keys of a document in two hops.
+"""Relays, which bring the keys of a document to servers in two hops.
 
 Without relays, every server gets the keys it needs from the ranks that hold them, and a rank that
 holds a long document sends it once for every server. With relays, the first part of a document is
@@ -147,8 +147,9 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # The spare seconds are those in which a rank can forward keys if it sends each of its own keys
-    # only once. They are divided equally among the documents whose keys the rank may forward.
+    # A rank forwards keys in its spare seconds: the seconds that remain before `unchanged` if it
+    # sends each of its own keys only once. The spare seconds are divided equally among the
+    # documents whose keys the rank may forward.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]

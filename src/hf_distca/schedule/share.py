@@ -69,10 +69,6 @@ def compute_share(
 ) -> tuple[Columns, ExchangeShare | None, ExchangeShare | None]:
     """Compute the share of one rank.
 
-    Args:
-        plan: the plan.
-        rank: the rank.
-
     Returns:
         Three results. The first is the tasks on this rank's own tensors, in columns: first query
             row, number of query rows, first key, number of keys. The second is the exchange, or
@@ -248,7 +244,7 @@ def _merge_tasks(rows: _TokenRows, place: IntArray, query: IntArray) -> Columns:
         query: row of the first query.
 
     Returns:
-        First query row, query rows, first key, and keys of each task.
+        First query row, number of query rows, first key and number of keys of each task.
     """
     end = rows.start + rows.rows
     starts_run = mark_changes(rows.number, place)
@@ -297,9 +293,9 @@ def _sum_rows(rank: IntArray, rows: IntArray) -> Columns:
 
 
 def _number_sections(sender: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """Number the sections of received rows (one for each sender), and the rows of each section.
+    """Find the section of each run of received rows, and the run's first row in the section.
 
-    Rows with the sender -1 are in section -1.
+    There is one section for each sender. Runs with the sender -1 are in section -1.
     """
     section = np.unique(np.append(-1, sender), return_inverse=True)[1][1:] - 1
     order = np.argsort(section, kind="stable")

@@ -20,8 +20,8 @@ def count_task_work(rows: Any, keys: Any, tile: int, window: int) -> tuple[Any, 
 
     Args:
         rows: number of query rows.
-        keys: document position after the last row. This row sees all keys before it, or the last
-            `window` of them.
+        keys: document position after the last row. The last row sees all keys before this
+            position, or the last `window` of them.
         tile: rows of a kernel tile.
         window: keys that a row sees, its own included; 2**62 for all.
     """

@@ -32,9 +32,8 @@ PIECE, START, STOP, SERVER = range(4)
 # Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
 # and the row of the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# A part has UNITS units, and the last one has the index OTHERS. Each node that holds rows of the
-# part has the unit whose index is the number of the node modulo OTHERS. All other nodes share the
-# last unit.
+# A part has UNITS units. Node n belongs to unit n % OTHERS if it holds rows of the part. All other
+# nodes belong to the last unit, OTHERS.
 UNITS, OTHERS = 9, 8
 # Ranks aim to end slightly before T, earlier by this fraction of T.
 CLOSE = 0.0005

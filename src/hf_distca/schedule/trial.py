@@ -58,7 +58,8 @@ from hf_distca.schedule.tails import (
 )
 
 # For one move, a rank tries `_MOST_PIECES` pieces, and further pieces only until it finds a tail.
-# As servers of a tail, it tries at most `_MOST_HOLDERS` of the ranks with keys of the document.
+# As servers, it tries the ranks that end first, and up to `_MOST_HOLDERS` ranks with keys of the
+# document.
 _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 
