@@ -120,7 +120,7 @@ class Segments:
         Documents that are split by heads count as whole.
 
         Args:
-            layout: layout of the ranks of the group, without context.
+            layout: layout of the group's ranks, without context.
             group: the group. All its ranks must make their segments from the same layout, and run
                 the same layers with them.
             meter: counts `state_exchanges` and `state_bytes`; by default a new one.
