@@ -127,7 +127,7 @@ class DistCAConfig:
             received rows of q, k, v, o, log-sum-exp, dO and gradients, to the messages that carry
             these rows, to tensors that are gathered from these rows, and to the outputs and
             gradients of tasks of other ranks. It does not apply to the rank's own q, k, v, o,
-            log-sum-exp and gradients (which grow with its tokens), to copies of its own rows of
+            log-sum-exp and gradients (which grow with its tokens), to copies of these rows for
             documents that are split by heads, or to memory inside the kernel. The scheduler moves
             only slices that fit. A document that spans ranks may need more; then a warning is
             logged.
