@@ -184,9 +184,8 @@ class DistCAConfig:
                 model in the file is relative to the current folder.
 
         Raises:
-            ConfigError: if the file cannot be read, if a name is not a field (suggests the
-                nearest one), or if a value is out of range. The message is one line that begins
-                with the file's name.
+            ConfigError: if the file cannot be read, if a name is not a field, or if a value is out
+                of range. The message is one line that begins with the file's name.
         """
         return split_settings(read_values(path), str(path), others=())[0]
 
@@ -243,8 +242,7 @@ def split_settings(
         others: names that are accepted in addition to the fields of `DistCAConfig`.
 
     Raises:
-        ConfigError: if a name is unknown (suggests the nearest one), or if a field or
-            ``tokens_per_rank`` is out of range.
+        ConfigError: if a name is unknown, or if a field or ``tokens_per_rank`` is out of range.
     """
     known = (*(field.name for field in fields(DistCAConfig)), *others)
     values = {} if values is None else values

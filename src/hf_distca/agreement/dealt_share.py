@@ -261,9 +261,9 @@ class Dealing:
                 index here.
             batch_id: epoch and number of the global batch.
             rank: rank that gets the share.
-            document_ids: integers that identify the documents, in addition to their lengths, or
-                None. If ranks have different documents, they get an error when they announce the
-                share.
+            document_ids: integers that identify the documents in addition to their lengths; None
+                for lengths alone. Ranks with different documents get an error when they announce
+                the share.
         """
         share = DealtShare(
             batch_id,

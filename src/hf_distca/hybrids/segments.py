@@ -85,8 +85,8 @@ class Segments:
 
     Attributes:
         here: the segments of this rank in token order.
-        cut: documents that have several segments, at least one of them on this rank. The values
-            are all segments of the document, in order of position.
+        cut: documents that have several segments, at least one of them on this rank. Maps the
+            number of a document to all its segments, in order of position.
         exchanges: whether any document of the micro-batch lies on several ranks; the same on every
             rank.
         group: the ranks of the layout.
