@@ -251,7 +251,7 @@ def _make_options(backend: str, timeout: datetime.timedelta) -> Any:
     """Return options of NCCL with a stream of high priority; None for other backends.
 
     Messages and the kernel of a rank's own tasks become ready at the same time. If the kernel began
-    first, messages without priority would wait until it ends.
+    first, messages without priority would wait until the kernel ends.
     """
     if "nccl" not in backend:
         return None
@@ -324,7 +324,7 @@ def get_mesh(model: PreTrainedModel) -> DeviceMesh | None:
 
 
 def get_changed_flash_attention() -> Callable[..., Any] | None:
-    """Return the function by which another package has replaced transformers'
+    """Return the function with which another package has replaced transformers'
     `_flash_attention_forward`; None if no package has replaced it.
     """
     from transformers import modeling_flash_attention_utils

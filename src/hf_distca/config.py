@@ -127,7 +127,7 @@ class DistCAConfig:
             received rows of q, k, v, o, log-sum-exp, dO and gradients, to the messages that carry
             these rows, to tensors that are gathered from these rows, and to the outputs and
             gradients of tasks of other ranks. It does not apply to the rank's own q, k, v, o,
-            log-sum-exp and gradients (which grow with its tokens), to copies of its own rows of
+            log-sum-exp and gradients (which grow with its tokens), to copies of these rows for
             documents that are split by heads, or to memory inside the kernel. The scheduler moves
             only slices that fit. A document that spans ranks may need more; then a warning is
             logged.
@@ -184,9 +184,8 @@ class DistCAConfig:
                 model in the file is relative to the current folder.
 
         Raises:
-            ConfigError: if the file cannot be read, if a name is not a field (suggests the
-                nearest one), or if a value is out of range. The message is one line that begins
-                with the file's name.
+            ConfigError: if the file cannot be read, if a name is not a field, or if a value is out
+                of range. The message is one line that begins with the file's name.
         """
         return split_settings(read_values(path), str(path), others=())[0]
 
@@ -243,8 +242,7 @@ def split_settings(
         others: names that are accepted in addition to the fields of `DistCAConfig`.
 
     Raises:
-        ConfigError: if a name is unknown (suggests the nearest one), or if a field or
-            ``tokens_per_rank`` is out of range.
+        ConfigError: if a name is unknown, or if a field or ``tokens_per_rank`` is out of range.
     """
     known = (*(field.name for field in fields(DistCAConfig)), *others)
     values = {} if values is None else values

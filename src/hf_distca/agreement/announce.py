@@ -49,7 +49,7 @@ _MAX_VALUE_LENGTH = 80  # Errors shorten longer values to this number of charact
 
 
 class PlanKey(NamedTuple):
-    """Identifies one of a micro-batch's plans by the kind of layer and the part of the batch.
+    """Key that tells the plans of a micro-batch apart, by kind of layer and part of the batch.
 
     Attributes:
         shape: numbers and widths of heads, and bytes per element, of the layer.
@@ -252,7 +252,7 @@ def check_agreement(
     layers = "run the same layers on every rank"
     check_document_kinds(group, header[:, _COUNT], label)
     check_equal(group, header[:, _COUNT], "numbers of requested plans", label, forwards)
-    # Make this check before that of settings, because a rank without a batch has no cost models.
+    # Check this before the settings, because a rank without a batch has no cost models.
     has_batch = np.any(header[:, [_REQUEST_COUNT, _SHARE_NUMBER_COUNT]] > 0, axis=1).astype(int)
     check_equal(group, has_batch, "batches to plan (0: none)", label, micro_batches)
     check_shared_settings(
@@ -290,14 +290,15 @@ def check_agreement(
 
 
 def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) -> None:
-    """Raise if ranks announce different kinds of documents for recurrent layers.
+    """Raise if recurrent layers get different kinds of documents on different ranks.
 
-    Ranks announce documents of recurrent layers only if some document may lie on several ranks.
+    The kinds are whole documents, numbered parts of documents, and parts of a share. Recurrent
+    layers announce nothing for whole documents.
 
     Args:
         group: the ranks.
-        counts: (ranks,) `Announcement.count` of each rank. For recurrent layers, it is negative and
-            stands for the kind.
+        counts: (ranks,) `Announcement.count` of each rank: -1 for numbered parts, -2 for parts of a
+            share, 0 or more in announcements of attention.
         label: description of the batch, for errors.
     """
     subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"

@@ -3,8 +3,8 @@
 The imbalance of several micro-batches is sum(max over ranks) / sum(mean over ranks), because ranks
 wait for the slowest rank in every micro-batch. A micro-batch is counted as a whole, once the
 measurements of all ranks are known. Ranks gather their measurements for a log, or announce them
-with the documents of a later micro-batch. A `RateSample` holds the measurements of a micro-batch
-per layer. The rates of cost models are learned from such samples.
+with the documents of a later micro-batch. A `RateSample` holds measured and estimated seconds per
+layer of a micro-batch. The rates of cost models are learned from such samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
-if TYPE_CHECKING:  # run reports import this file, but must not import torch
+if TYPE_CHECKING:  # the report tool imports this file, but must not import torch
     from hf_distca.agreement.announce import PlanKey
     from hf_distca.runtime.meter import Meter
 
@@ -74,8 +74,8 @@ class MicroBatchPlan:
             had made it for other settings or rates.
         in_order_imbalance: for a dealt batch, estimated imbalance if its documents filled one rank
             after another in their order; 0 for other batches.
-        figures: (ranks, 5) int64, the `Measurement` of each rank after its last kernel; empty until
-            the measurements of all ranks are known.
+        figures: (ranks, 5) int64, the final `Measurement` of each rank; empty until the
+            measurements of all ranks are known.
     """
 
     key: PlanKey
@@ -226,8 +226,8 @@ def observe_plans(plans: Sequence[MicroBatchPlan], cost: CostModel) -> RateSampl
         cost: uncorrected cost model of the layer.
 
     Returns:
-        The sample, or None if some rank did not run whole layers or one of two nano-batches is
-            missing.
+        The sample; None if ranks ran different numbers of layers, if some rank ran no backward
+            for a layer, or if one of two nano-batches is missing.
     """
     is_nano = plans[0].key.nano > 0
     figures = np.stack([plan.figures for plan in plans])

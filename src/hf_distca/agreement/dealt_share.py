@@ -171,7 +171,7 @@ class Dealing:
     Attributes:
         ranks: number of ranks that share a global batch.
         tokens_per_rank: number of tokens of every rank, or a sequence with the number of each rank.
-        costs: cost models of at least one kind of layer. Each has the key of a plan for a whole
+        costs: cost models of one or more kinds of layer, each under the key of a plan for a whole
             batch. The first cost model decides how documents are dealt.
         config: settings of the plans. A training with other settings makes its own plans.
         ranks_per_node: number of ranks per node, for dealing and for plans; None to treat all ranks
@@ -261,9 +261,9 @@ class Dealing:
                 index here.
             batch_id: epoch and number of the global batch.
             rank: rank that gets the share.
-            document_ids: integers that identify the documents, in addition to their lengths, or
-                None. If ranks have different documents, they get an error when they announce the
-                share.
+            document_ids: integers that identify the documents in addition to their lengths; None
+                for lengths alone. Ranks with different documents get an error when they announce
+                the share.
         """
         share = DealtShare(
             batch_id,

@@ -213,10 +213,10 @@ class RowTokens:
         if len(inside):
             raise UnsupportedError(
                 f"row {self.row[inside[0]]} of a training batch begins at position "
-                f"{self.position[inside[0]]} without distca_documents, so distca would take its "
-                "tokens for a separate document. If the batch is dealt, pass all its keys to the "
-                "model: model(**inputs). If another tool has cut sequences over ranks (context "
-                "parallelism, Ulysses), switch that tool off, or set "
+                f"{self.position[inside[0]]}, inside a document. Without distca_documents, distca "
+                "would treat this part of the document as a separate document. If the batch is "
+                "dealt, pass all its keys to the model: model(**inputs). If another tool has cut "
+                "sequences over ranks (context parallelism, Ulysses), switch that tool off, or set "
                 "DistCAConfig(documents_span_ranks=True) if ranks of the group hold the other "
                 "parts."
             )

@@ -203,11 +203,10 @@ class Documents:
     has_mask_numbers: bool = False
 
     def check_holes(self, reach: int | None) -> None:
-        """Raise if a layer's window or chunks would count padding inside a document.
+        """Raise if a layer's window or chunks would reach across padding inside a document.
 
-        distca removes padding before it counts tokens, but other attention implementations count
-        padding. With distca, a token would therefore see other keys than with those
-        implementations.
+        Other attention implementations count padding as tokens of a window or chunk, but distca
+        does not. With distca, a token would therefore see other keys.
 
         Args:
             reach: tokens of a window or chunk; None for layers that see whole documents.
@@ -238,7 +237,7 @@ class Documents:
         if self.span_ranks:
             raise UnsupportedError(
                 f"a layer has attention chunks of {size} tokens, and documents span ranks: "
-                "distca can cut documents into chunks only if each document lies on one rank."
+                "distca cannot cut such documents into chunks. Keep each document on one rank."
             )
         lengths = [
             min(size, length - start)
@@ -368,7 +367,7 @@ class TokenBatch:
         ).with_documents(batch)
 
     def with_documents(self, arguments: Mapping[str, Any]) -> TokenBatch:
-        """Replace attributes by values from a batch, or from arguments of attention.
+        """Replace attributes with values from a batch, or from arguments of attention.
 
         The values are found by the keys in `DOCUMENT_KEYS` and `TREE_KEYS`.
         """

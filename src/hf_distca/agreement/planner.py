@@ -111,7 +111,7 @@ class Planner:
         """
         shares = [documents.dealt_share for documents, _ in requests if documents.dealt_share]
         with self.report_errors(group, f"planning for micro-batch {self.number + 1}"):
-            if len(shares) == len(requests):  # all documents are of one dealt batch
+            if len(shares) == len(requests):  # all documents belong to one dealt batch
                 return self.plan_share(shares[0], requests, group)
             return self.plan_documents(requests, group)
 
@@ -205,7 +205,7 @@ class Planner:
         dtypes = tuple(self.costs.dtypes.get((key.shape, key.device), "") for key in keys)
         costs = tuple(map(self.costs.get_cost, keys))
         settings = collect_shared_settings(self.config, costs, dtypes)
-        # Announce only earlier micro-batches, because this one has not launched all its work.
+        # Announce only earlier micro-batches, because this one is still running.
         number = self._find_number(requests)
         earlier = [plan for plan in self.history.unmeasured_plans if plan.number < number]
         plans = earlier[:_MOST_MEASURED]
@@ -326,7 +326,7 @@ class Planner:
     def _learn(
         self, figures: IntArray, plans: Sequence[MicroBatchPlan], group: AttentionGroup
     ) -> None:
-        """Record the measurements of all ranks, correct rates by them, and log the changes.
+        """Record the measurements of all ranks, correct rates with them, and log the changes.
 
         `figures` is (ranks, plans, 5). If kernels of a plan were still running on some rank, the
         plan is left out, and the ranks announce its measurements again later.
@@ -357,8 +357,9 @@ class Planner:
         if held > bound:
             warnings.warn(
                 f"rank {group.ranks[group.rank]} needs about {held} transient bytes for documents"
-                f" that span ranks, more than max_transient_bytes={bound}; they are computed"
-                " anyway. Raise the bound, or cut documents so that each lies on one rank.",
+                f" that span ranks, more than max_transient_bytes={bound}. These documents"
+                " are computed anyway. Raise the bound, or cut documents so that each lies on one"
+                " rank.",
                 stacklevel=2,
             )
 

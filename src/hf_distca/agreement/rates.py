@@ -10,8 +10,8 @@ deterministic algorithms.
   the speed of the rank is corrected.
 - **Exchanges.** One factor scales the estimated seconds of exchanges to the measured seconds of
   packing, waiting and unpacking. The rank with the smallest factor counts, because other ranks also
-  wait for slower ranks. Attention is then estimated to take as long as the kernels and exchanges of
-  the slowest rank.
+  wait for slower ranks. Attention is estimated to take as long as the kernels and exchanges of the
+  slowest rank.
 - **Trials.** If exchanges cost more time than they save, plans move less work, or no work at all.
   Then nothing can be learned about exchanges. So a few micro-batches are trials, which are planned
   without the exchange factor. The more time a trial costs, the rarer trials are.
@@ -78,7 +78,7 @@ class _KindRates:
         offered_samples: number of micro-batches so far, with and without a sample.
         sample_count: number of samples so far.
         new_samples: newest samples since the last change of the correction.
-        slowdown: relative slowdown of attention by exchanges, compared with moving no work; None if
+        slowdown: relative slowdown that exchanges cause, compared with moving no work; None if
             exchanges save time.
         idle_samples: number of samples since the last sample with an exchange. It is counted only
             while `slowdown` is not None.
@@ -109,7 +109,7 @@ def _correct_cost(cost: CostModel, kernel: float, exchange: float, window: int |
 
 
 class LearnedCosts(dict[Kind, CostModel]):
-    """Cost models of the kinds of layers, without windows, with corrections from measurements.
+    """Cost models without windows, by kind of layer, and their corrections from measurements.
 
     Attributes:
         measured_ranks: measured speeds of the ranks of the group.
@@ -161,7 +161,7 @@ class LearnedCosts(dict[Kind, CostModel]):
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 
     def learn_from_plans(self, plans: Sequence[MicroBatchPlan], config: DistCAConfig) -> list[str]:
-        """Correct rates by the measurements of each micro-batch and kind of layer.
+        """Correct rates with the measurements of each micro-batch and kind of layer.
 
         Return sentences that describe the changes.
         """
@@ -174,7 +174,7 @@ class LearnedCosts(dict[Kind, CostModel]):
         plans_of = defaultdict(list)  # by micro-batch and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
-        for _, key in plans_of:  # a trial ends with measurements of its plans or of later plans
+        for _, key in plans_of:  # new measurements of a kind of layer end its trial
             self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device

@@ -150,7 +150,7 @@ class ShareCollator:
         """Make a batch from one share, or from other rows.
 
         Raises:
-            LayoutError: if features are several shares.
+            LayoutError: if there are several shares.
         """
         return _make_share_batch(features) if _is_share(features[0]) else self.others(features)
 
@@ -180,8 +180,8 @@ def _make_share_batch(features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(features) != 1:
         raise LayoutError(
             f"a batch of {len(features)} shares cannot be made: a rank gets one share of each "
-            "global batch, and tokens_per_rank sets its size. Set per_device_train_batch_size=1 "
-            "(and per_device_eval_batch_size=1)."
+            "global batch, and tokens_per_rank sets the size of a share. Set "
+            "per_device_train_batch_size=1 (and per_device_eval_batch_size=1)."
         )
     (share,) = features
     return {

@@ -71,8 +71,8 @@ _OTHER_HEADS = re.compile(
 
 
 def check_head(model: object) -> None:
-    """Raise unless a model learns to predict next tokens. Dealt and packed batches have no labels
-    for anything else.
+    """Raise if a model does not learn to predict next tokens, because dealt and packed batches have
+    no other labels.
 
     Raises:
         UnsupportedError: if the model learns labels of rows or of tokens, like a classifier.

@@ -58,11 +58,12 @@ class BatchPieces:
 
 
 class GlobalBatches:
-    """Global batches with the same number of tokens. Each epoch has another order.
+    """Global batches with the same number of tokens. Each epoch has a different order
+    unless `seed` is None.
 
-    With ``fill="whole"``, documents are not cut. They are packed once, and epochs differ in the
-    order of batches. Free space is filled with padding. No document is dropped, so one batch may be
-    mostly padding.
+    With ``fill="whole"``, documents that fit into a batch are not cut. Documents are packed once,
+    and epochs differ in the order of batches. Free space is filled with padding. No document is
+    dropped, so one batch may be mostly padding.
 
     With ``fill="cut"``, documents follow each other in the epoch's order, and each batch is filled
     to the last token. If a document does not fit, its rest is a separate document in the next

@@ -30,7 +30,7 @@ _ROWS_PER_READ = 1024  # rows of a `datasets.Dataset` that are read at once
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Places for the rows of an optimizer step, in the order in which its ranks read them.
+    """Places for the rows of an optimizer step, in the order in which ranks read the rows.
 
     Place ``((m * nodes + n) * ranks_per_node + r) * rows_per_rank + k`` is row k of rank r of node
     n in micro-batch m.

@@ -122,9 +122,9 @@ def _agree_on_layout(documents: Documents, group: AttentionGroup, name: str) -> 
     """Return the layout of all ranks. It comes from this rank's share of a dealt batch, or from
     documents that ranks exchange. Either all ranks get the same layout, or all raise an error.
 
-    Attention compares the shares of ranks while its layers already run. Recurrent layers must
-    compare them first: with different shares, a rank would get a message of a different size than
-    it expects, which crashes the process under gloo.
+    Attention compares the shares of ranks in its first layer. Recurrent layers may exchange
+    messages earlier, so they also compare the shares. Without this comparison, ranks with different
+    shares could get messages of unexpected sizes, which crash the process under gloo.
     """
     share = documents.dealt_share
     if share is None:

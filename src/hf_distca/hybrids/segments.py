@@ -85,8 +85,8 @@ class Segments:
 
     Attributes:
         here: the segments of this rank in token order.
-        cut: documents that have several segments, at least one of them on this rank. The values
-            are all segments of the document, in order of position.
+        cut: documents that have several segments, at least one of them on this rank. Maps the
+            number of a document to all its segments, in order of position.
         exchanges: whether any document of the micro-batch lies on several ranks; the same on every
             rank.
         group: the ranks of the layout.
@@ -120,7 +120,7 @@ class Segments:
         Documents that are split by heads count as whole.
 
         Args:
-            layout: layout of the ranks of the group, without context.
+            layout: layout of the group's ranks, without context.
             group: the group. All its ranks must make their segments from the same layout, and run
                 the same layers with them.
             meter: counts `state_exchanges` and `state_bytes`; by default a new one.

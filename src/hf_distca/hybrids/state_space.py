@@ -148,7 +148,7 @@ def _sum_decays(inputs: ScanInputs) -> torch.Tensor:
 
 
 def _read_state(inputs: ScanInputs, state_HPN: torch.Tensor) -> torch.Tensor:
-    """Return the contribution of the state before a segment to its outputs, (1, T, H, P), in the
+    """Return what the state before a segment adds to the segment's outputs, (1, T, H, P), in the
     dtype of states.
     """
     C_TGN = inputs.C[0].to(state_HPN.dtype)

@@ -75,7 +75,7 @@ class _Task(NamedTuple):
 
     @property
     def prefix(self) -> int:
-        """Number of keys that every row sees."""
+        """Number of keys before the first row's own key."""
         return self.keys - self.rows
 
 

@@ -171,7 +171,7 @@ class _Package:
         forward_options, backward_options: further arguments of one of the functions.
         lse: name of backward's argument for the log-sum-exp.
         in_place: whether backward writes the gradients to tensors that it gets as arguments, rather
-            than return them.
+            than returning them.
         least_longest: least value to pass as the longest length of a call. With a smaller value,
             FlashAttention 4 would compile extra kernels for sequences of one block. It uses this
             length only to bound its loops.

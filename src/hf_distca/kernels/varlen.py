@@ -8,9 +8,10 @@ no key in common, and each set is one call.
 If the tasks of a call are contiguous in the pool (packed documents, or a single slice), the call
 gets a view of the pool. Otherwise it gets a gathered copy, which is freed after the call. Copies
 are expensive: on an H100 with FlashAttention 4 they took up to a tenth of the time of a rank's
-tasks. To save copies, a call gets the whole pools if the batch is one call, and the rows of its
-tasks are in the same order as their keys. The rows of a gap between tasks are then a sequence
-without keys, and the keys of a gap are a sequence without rows. These sequences are cheap.
+tasks. To save copies, the op gets the whole pools if the batch is a single call whose tasks have
+their rows and keys in the same order. The rows of a gap between tasks are then a sequence without
+keys, and the keys of a gap are a sequence without rows. These sequences are cheap. An op that does
+not accept them gets copies.
 
 Index tensors are built once for each batch and device, without making the host wait, and later
 calls reuse them. They are made on the stream of the first call. The caller must order other streams
@@ -196,7 +197,7 @@ class VarlenKernel:
         padded = Operands(pad_last(q_THD, width), pad_last(k_TKD, width), pad_last(v_TKV, width))
         calls = self._get_calls(tasks, pools)
         if len(calls) == 1 and calls[0].rows.is_whole(q_THD):
-            # The tasks cover all rows in the order of the pool, so nothing is gathered.
+            # The call has all rows of the pool in order, so no rows are gathered.
             call = calls[0]
             keys = calls[0].keys
             taken = (
