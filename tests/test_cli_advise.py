@@ -78,7 +78,10 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
         writer.write_table(table)
     (tmp_path / "data.parquet").unlink()
     assert run("advise", "--lengths", tmp_path, *SMALL).exit_code == 0
-    for column, said in (("text", "holds string"), ("ids", "no column 'ids', only 'input_ids'")):
+    for column, said in (
+        ("text", "holds string"),
+        ("ids", "no column 'ids'. Its columns: 'input_ids'"),
+    ):
         check_one_line(run("advise", "--lengths", tmp_path, "--column", column, *SMALL), said)
     (tmp_path / "data.arrow").write_bytes(b"no table")
     check_one_line(run("advise", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
@@ -123,11 +126,14 @@ def test_rows_in_lines(tmp_path: Path) -> None:
         file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
         assert open_documents(str(file), column, None).source.split(", ")[1] == f"mean {mean}"
     for text, message in (
-        ('{"text": "a"}\n{"text": "b"}', "has no column 'input_ids', only 'text': name one with"),
+        (
+            '{"text": "a"}\n{"text": "b"}',
+            "has no column 'input_ids'. Its columns: 'text'. Name one with",
+        ),
         ('{"input_ids": [1]}\n[1]', "cannot be read as a table: JSON parse error: "),
         ('{"input_ids": [1]}\n{"input_ids": "a b"}', "in row 1"),
         ('{"input_ids": "a b"}', "holds string: it must hold lists of tokens, or lengths"),
-        ("{}\n", "has no column 'input_ids', only : "),
+        ("{}\n", "has no column 'input_ids'. Its columns: none. Name"),
         ("{", "cannot be read as a table"),
         ("", "cannot be read as a table: Empty JSON file"),
     ):

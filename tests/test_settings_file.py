@@ -69,8 +69,9 @@ def test_the_page_has_every_field() -> None:
         ("tolerance: 2", "tolerance=2 must be in [0, 1)"),
         (
             "tolerance: 1e-2",
-            "tolerance='1e-2' must be a number. YAML takes 1e-2 for text: write 0.01 or 1.0e-2.",
+            "tolerance='1e-2' must be a number. Numbers in quotes are text, and YAML takes 1e-2",
         ),
+        ('tile: "16"', "tile='16' must be a whole number. Numbers in quotes are text, and"),
         ("balance: 1", "balance=1 must be True or False."),
         ("kernel: fast", "kernel='fast' must be one of 'auto', 'reference',"),
         ("cost_model: 3", "cost_model=3 must be 'analytic', a CostModel, or the path of a"),

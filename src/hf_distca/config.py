@@ -270,16 +270,10 @@ def split_settings(
 def _check_number(name: str, value: Any) -> None:
     kind, in_range, expected = _NUMBERS[name]
     if isinstance(value, bool) or not isinstance(value, kind):
-        text = ""
-        if isinstance(value, str):
-            text = (
-                " It is text: leave its quotes out."
-                if value.isdecimal()
-                else " YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
-            )
+        hint = " Numbers in quotes are text, and YAML takes 1e-2 for text: write 0.01 or 1.0e-2."
         raise ConfigError(
             f"{name}={show_value(value)} must be a"
-            f" {'whole number' if kind is int else 'number'}.{text}"
+            f" {'whole number' if kind is int else 'number'}." + hint * isinstance(value, str)
         )
     if not in_range(value):
         raise ConfigError(f"{name}={show_value(value)} must be {expected}.")

@@ -67,8 +67,10 @@ def test_rows_without_any_of_it_are_one_document() -> None:
 
 def test_other_rows_are_refused() -> None:
     with pytest.raises(
-        LayoutError, match=r"rows have the columns text. They need one of input_ids, documents"
+        LayoutError, match=r"columns text\..* is read from documents or seq_lengths"
     ):
         find_row_documents([{"text": "a"}])
+    with pytest.raises(LayoutError, match=r"columns documents\..* is read from input_ids: add"):
+        find_row_documents([{"documents": [3]}], end_of_document=0)
     with pytest.raises(LayoutError, match="rows have type list: they must be mappings"):
         find_row_documents([[1, 2]])

@@ -202,7 +202,7 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
         (
             'tokens_per_rank: "2048"',
             "",
-            "must be a whole number. It is text: leave its quotes out.",
+            "must be a whole number. Numbers in quotes are text",
         ),
         ("attn_implementation: sdpa", "", "attn_implementation='sdpa' must be 'distca'."),
         ("instead_of: flex_attention", "", "distca cannot stand in for 'flex_attention'"),

@@ -271,8 +271,8 @@ def _choose_column(rows: Any, end_of_document: int | None) -> str:
     column: str | None = next((name for name in choices if name in names), None)
     if column is None:
         raise LayoutError(
-            f"rows have the columns {', '.join(names) or 'none'}. They need one of input_ids, "
-            f"{', '.join(_DOCUMENT_COLUMNS)}, which tells how long their documents are."
+            f"rows have the columns {', '.join(names) or 'none'}. The length of documents is read "
+            f"from {' or '.join(choices)}: add such a column."
         )
     return column
 

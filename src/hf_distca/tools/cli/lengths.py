@@ -98,8 +98,9 @@ def _count_column(path: Path, tables: list[Path], column: str, tokenizer: str | 
         name = _LENGTH if column == _TOKENS and not {_TOKENS} & {*names} else column
         if name not in names:
             raise LayoutError(
-                f"{file} has no column {column!r}, only {', '.join(map(repr, names))}: name one"
-                " with --column. For a column of text, also give --tokenizer."
+                f"{file} has no column {column!r}. Its columns:"
+                f" {', '.join(map(repr, names)) or 'none'}. Name one with"
+                " --column. For a column of text, also give --tokenizer."
             )
         values = table.column(name).drop_null()
         kind = values.type
