@@ -58,8 +58,7 @@ class BatchPieces:
 
 
 class GlobalBatches:
-    """Global batches with the same number of tokens. Each epoch has a different order
-    unless `seed` is None.
+    """Global batches with the same number of tokens. Epochs differ in order unless `seed` is None.
 
     With ``fill="whole"``, documents that fit into a batch are not cut. Documents are packed once,
     and epochs differ in the order of batches. Free space is filled with padding. No document is

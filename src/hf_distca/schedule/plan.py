@@ -244,9 +244,7 @@ class Plan:
             (self.home != self.server) | (self.first_key < self.layout.run_start[self.segment])
         )
 
-    def list_key_transfers(
-        self, tasks: IntArray | None = None, server: IntArray | None = None
-    ) -> KeyTransfers:
+    def list_key_transfers(self, tasks: IntArray | None = None) -> KeyTransfers:
         """List the runs of keys and values that each server needs, each token once. Runs are cut
         where segments end.
 
@@ -259,10 +257,9 @@ class Plan:
         Args:
             tasks: indices of the tasks whose keys are listed, in increasing order; all tasks if not
                 given.
-            server: for each of these tasks, the server to use instead of the plan's.
         """
         tasks = np.arange(len(self.document)) if tasks is None else tasks
-        server = self.server[tasks] if server is None else server
+        server = self.server[tasks]
         # Tasks are in order of document and position and never overlap, so the tasks of one server
         # are also in order of their ends.
         order = np.argsort(server, kind="stable")
