@@ -3,8 +3,8 @@ outputs of the layer.
 
 A batch of one row is cut between two tokens, and between documents if a document starts near the
 middle. A batch of several rows is cut between rows. If a document crosses the cut, the second
-nano-batch needs keys and values of the first. They are passed on inside the layer, and their
-gradient flows back.
+nano-batch needs keys and values of the first. These keys and values are passed on inside the layer,
+and gradients flow back to the first nano-batch.
 """
 
 from __future__ import annotations
