@@ -1,8 +1,8 @@
 """Record what a loss uses.
 
-The record holds each read of the targets of a batch, and of the number of targets. It also tells
-which outputs of models can be reached from the loss in the autograd graph, and whether these
-outputs were made from targets.
+The record holds each read of a batch's targets, and of their number. It also tells which outputs of
+models can be reached from the loss in the autograd graph, and whether these outputs were made from
+targets.
 """
 
 from __future__ import annotations

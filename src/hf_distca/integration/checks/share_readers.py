@@ -287,7 +287,8 @@ def _find_model_cases(
     yield (
         not configs,
         f'no part of {type(model).__name__} has attn_implementation="distca": other attention'
-        f" sees no more than one rank. Load the model with it, or {local_remedy}.",
+        " sees only the tokens of one rank. Load the model with"
+        f' attn_implementation="distca", or {local_remedy}.',
     )
     for config in configs:
         reason = whole_document_reason(config.model_type)

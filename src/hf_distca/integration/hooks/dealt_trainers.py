@@ -2,8 +2,8 @@
 an evaluation loss by the mean over targets.
 
 Without the hooks, Trainers average evaluation losses over batches, and TRL's Trainers also over
-ranks. A rank with few targets, or a last batch that is mostly padding, would weigh as much as any
-other.
+ranks. A rank with few targets, or a last batch that is mostly padding, would count as much as any
+other rank or batch.
 
 The hooks wrap methods of `Trainer` for the whole process, because users who make shares themselves
 do not pass their Trainer to distca. Both wrapped methods are public, and subclasses such as TRL's

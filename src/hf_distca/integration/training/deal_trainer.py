@@ -87,8 +87,8 @@ def deal(
     Args:
         trainer: a Trainer of transformers, TRL's `SFTTrainer`, or a subclass.
         tokens_per_rank: tokens of each rank in a micro-batch. It replaces the batch size.
-        evaluation: whether to deal the evaluation set as well. It keeps its order, and all ranks
-            evaluate together.
+        evaluation: whether to deal the evaluation set as well. The set keeps its order, and all
+            ranks evaluate together.
         fill: ``"whole"`` for whole documents and some padding, ``"cut"`` to fill global batches to
             the token. By default shuffled documents stay whole, and documents that are read in
             order or from a stream are cut.

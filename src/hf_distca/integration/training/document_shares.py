@@ -67,9 +67,9 @@ def document_shares(
     `Accelerator` is made.
 
     Args:
-        documents: a `datasets.Dataset` with a column of token ids, or any sequence of such rows or
-            of token ids. If rows have `labels`, they are used; -100 marks tokens that are not
-            trained on. An iterable without a length is read as a stream, see below.
+        documents: a `datasets.Dataset` or a sequence of rows, with a column of token ids; or a
+            sequence of lists of token ids. If rows have `labels`, they are used; -100 marks tokens
+            that are not trained on. An iterable without a length is read as a stream, see below.
         tokens_per_rank: number of tokens of each rank in a micro-batch.
         model: the model, or its config: documents are dealt for its attention. A column that is an
             input of the model, but is not read, raises an error.
