@@ -334,7 +334,7 @@ def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) 
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
     with pytest.raises(
         hf_distca.UnsupportedError,
-        match=r"RandomSampler reads them in an order of its own.*leave out .*_get_train_sampler",
+        match=r"RandomSampler reads them in its own order.*leave out .*_get_train_sampler",
     ):
         hf_distca.deal(make(rows(), OwnOrder), TOKENS).train()
 

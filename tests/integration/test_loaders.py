@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "own batches": (
         lambda: DataLoader(shares(1), collate_fn=collate, batch_sampler=[[1], [0]]),
-        "list reads them in an order",
+        "list reads them in its own order",
     ),
     "out of order": (
         lambda: loader_of(shares(), num_workers=1, in_order=False),

@@ -27,7 +27,7 @@ def train(model: torch.nn.Module) -> None:
 def test_a_model_that_never_calls_is_found_after_one_step() -> None:
     model = Deaf(LlamaConfig(**SIZES, attn_implementation="distca"))
     with pytest.raises(
-        hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called it"
+        hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called distca"
     ):
         train(model)
     train(Deaf(LlamaConfig(**SIZES, attn_implementation="sdpa")))

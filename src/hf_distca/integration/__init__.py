@@ -1,6 +1,6 @@
 """Code that connects distca with transformers, accelerate and the Trainer."""
 
-# Import transformers here, before any module of this package. This import registers "distca", and
-# the registration imports modules of this package. A module of this package that imported
-# transformers first would still be half initialised when the registration imports it.
+# Importing transformers registers "distca", and the registration imports modules of this package.
+# If the first import of transformers came from one of these modules, the registration would get
+# that module half initialised. So transformers is imported here, before any of these modules.
 import transformers.modeling_utils  # noqa: F401

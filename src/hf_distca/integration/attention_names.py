@@ -39,12 +39,12 @@ def describe_origin(function: Callable[..., Any]) -> str:
 
 def check_not_replaced(config: PreTrainedConfig | None) -> None:
     """Check that no other package has replaced the attention function that distca registered under
-    the model's attention name. For a name of flash attention, also check the function through which
-    transformers calls flash attention.
+    the model's attention name. If the name is a flash attention, also check the function through
+    which transformers calls flash attention.
 
     Raises:
-        UnsupportedError: if a package has replaced such a function, for example to cut sequences
-            over ranks.
+        UnsupportedError: if a package has replaced one of these functions, for example to cut
+            sequences over ranks.
     """
     name = getattr(config, "_attn_implementation", None)
     if name not in _registered:
@@ -66,11 +66,11 @@ def replace_attention(name: str) -> None:
     """Give distca to models that ask for the attention `name`. Use this function for trainers that
     accept only certain names.
 
-    Call it before the model is loaded. From then on transformers uses distca's functions under this
-    name, for every model of this process that asks for `name`, trained or not. A trainer still
-    checks and packs as it does for `name`. transformers no longer looks for the package behind the
-    name, such as flash-attn, because distca does not need it. A trainer may still look for the
-    package. Calling this function again has no effect.
+    Call it before the model is loaded. From then on, all models of this process that ask for `name`
+    get distca, even if they are not trained. A trainer still checks its settings and packs rows as
+    for the original attention. transformers no longer looks for the package behind the name, such
+    as flash-attn, because distca does not need it. A trainer may still look for the package.
+    Calling this function again has no effect.
 
     Under any name, distca raises an error when it is called for attention that it does not compute:
     attention that is not causal, has dropout, or gets unsupported arguments. Load models with such
@@ -123,8 +123,8 @@ def _check_replaced(name: str) -> str:
 
 
 def make_distca_default() -> None:
-    """Make distca the attention of models that are loaded without attn_implementation, if they are
-    causal language models, or parts of such models, and their family is proven to work with distca.
+    """Make distca the default attention of causal models whose family is proven to work with
+    distca. Models that are loaded with attn_implementation get the attention of that name.
     """
     choose = PreTrainedModel.get_correct_attn_implementation
 

@@ -1,26 +1,26 @@
 """Facts read from the call stack, because transformers does not give them to distca in every case.
 
-This was checked with transformers 5.23.0. Each fact is listed with its public source, which is
-tried first:
+If a fact has a public source, that source is tried first. The public sources were checked with
+transformers 5.23.0:
 
-- The model that asks for a mask, because its device mesh and layers are needed. Public source:
+- The model that asks for a mask, to find its device mesh and its layers. Public source:
   `hf_distca.prepare`, which `DistCACallback` calls for the model of a Trainer. The stack is read
-  for users who only change one argument.
+  for users who change nothing but attn_implementation.
 - The Trainer that calls a callback, to move the callback in front of the reporters, and the Trainer
   that runs a forward, to check the loss. No public source: callbacks and models do not get the
   Trainer.
 - The position ids passed to a ``create_..._mask``, and the documents passed to the model that calls
   it. No public source: mask functions get no position ids, and some models do not pass their
   keyword arguments on to attention.
-- Whether `generate` runs a forward. No public source: a model in training mode can generate, so its
-  mode does not tell.
+- Whether `generate` runs a forward. No public source: a model in training mode can generate, so
+  the mode does not tell.
 
 If a frame is not found (in another version of transformers or in compiled code, for example),
 functions return None or False, and raise no error.
 
 Before Python 3.13, reading the variables of a frame leaves a copy of them in the frame until its
-function returns. So variables are read only from frames that end soon. If the variables of a
-training loop were read, its frame would keep the logits of the last step.
+function returns. So variables are read only from functions that return soon. The frame of a
+training loop, for example, would keep the logits of the last step.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class MaskCall:
 
     @property
     def has_no_positions(self) -> bool:
-        """True if the outermost model with an argument `position_ids` got None for it. Its inner
-        modules may have made position ids of their own.
+        """True if the outermost model with an argument `position_ids` got None. Inner models may
+        still get position ids that an outer model made.
         """
         variables = [frame.f_locals for frame in self._models if "position_ids" in frame.f_locals]
         return bool(variables) and variables[-1]["position_ids"] is None

@@ -26,8 +26,8 @@ def current_session() -> Session:
 def use_session(
     config: DistCAConfig | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> Session:
-    """Make a session with these settings the current one. Each callback calls this, because the
-    session of an earlier callback may be in use.
+    """Switch to a session with these settings. Each callback calls this function, because the
+    session of another callback may be in use.
 
     Args:
         config, group: see `configure`. If one of them is None, the value given to `configure` is
@@ -58,7 +58,8 @@ def configure(
         config: settings; the defaults if None.
         group: the ranks that share core attention, as a process group or a device mesh. By default
             they are the data-parallel ranks of a device mesh: the mesh of a model loaded with
-            transformers' `DistributedConfig`, or accelerate's. Without a mesh they are all ranks.
+            transformers' `DistributedConfig`, or accelerate's mesh. Without a mesh they are all
+            ranks.
         instead_of: "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", or TRL's
             "tree_fa3", for trainers that accept only names they know. From now on, models that this
             process loads with this attention get distca.
@@ -104,12 +105,12 @@ def metrics(*, gather: bool = False) -> Metrics:
     rank's own. There are no figures if there is only one rank, or if no model runs distca.
 
     Args:
-        gather: whether ranks exchange their measurements first, so that the sums contain all
-            micro-batches up to here. All ranks must then call this at the same point, after a
-            backward. It takes one small collective, and waits for the device, as reading the loss
-            does. Without `gather` nothing is exchanged, and a rank may call this alone. The sums
-            then lack measurements of the last micro-batch, and on CUDA of the last two, because
-            ranks announce measurements with the documents of later micro-batches.
+        gather: if True, ranks first exchange their measurements, so that the sums contain all
+            micro-batches up to here. All ranks must call `metrics` at the same point, after a
+            backward. The exchange is one small collective, and waits for the device, like reading
+            the loss. If False, nothing is exchanged, and a rank may call `metrics` alone. The sums
+            lack measurements of the last micro-batch, and on CUDA of the last two, because ranks
+            announce measurements with the documents of later micro-batches.
 
     Raises:
         DistCADesyncError: with `gather`, if not all ranks call this.

@@ -142,7 +142,7 @@ def check_mask_numbers(config: PreTrainedConfig | None) -> None:
     raise UnsupportedError(
         f"attention_mask numbers the documents of a row, but {model_type} models need a mask of 1"
         f" and 0: {reason}. Give such a mask, and position_ids that begin again with each"
-        " document; or use PackingCollator, which accepts such numbers."
+        " document; or use PackingCollator, which accepts masks that number documents."
     )
 
 
@@ -168,8 +168,8 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_unproven_family(model_type: str | None) -> None:
-    """Warn, once for each family, if no test has compared its models under distca with the same
-    models under another attention.
+    """Warn, once for each family, if no test has compared models of the family under distca and
+    under another attention.
     """
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
@@ -186,7 +186,7 @@ _PACKING_WARNINGS = {
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
         " linear attention) carry state from one document to the next. distca resets the layers of"
         " transformers 5.23 at each document, but not these layers. Upgrade transformers,"
-        " load the model without code of its own, or give it one document a row."
+        " load the model without its own code, or give it one document a row."
     ),
     "CARRIES_STATE": (
         "this batch has packed documents, and %s models have layers (state space, convolution,"

@@ -77,7 +77,7 @@ class LayerPlan:
             `LayerExchange`.
         stage_attention: function that computes attention in a pipeline stage, from module, inputs
             and scores; None outside pipelines.
-        dtype: dtype in which the layers compute; None in the plans of `ForwardBatch.plans`.
+        dtype: dtype in which the layers compute; None in `ForwardBatch.plans`.
         server: runs the tasks of the layers; None if `dtype` is None.
     """
 
@@ -126,7 +126,7 @@ class ForwardContext:
         config: config of the model that made the mask. Checks of documents read it.
         rotary_reason: why the rotary embedding of this model cannot compute documents in several
             parts; None if it can.
-        is_generating: whether `generate` runs this forward. Other ranks then do not take part.
+        is_generating: whether `generate` runs this forward. If so, no other rank takes part.
         can_recompute: whether layers may run again in backward. They can if gradients were recorded
             when the mask was made.
         training: whether the model that made the mask is in training mode; None if it is not known.
@@ -232,8 +232,8 @@ class ForwardBatch:
 class MaskStandIn(MaskObject):
     """The handle, which stands in for the mask of one forward and one kind of layer.
 
-    All layers and their recomputes get the same object, unless they run as two nano-batches. Then
-    each nano-batch gets a handle of its own.
+    All layers and their recomputes get the same handle. If a layer runs as two nano-batches, each
+    nano-batch gets its own handle.
 
     It is not a dataclass, because FSDP with mixed precision rebuilds dataclasses, with the
     dictionaries in them, for every layer that it wraps.
@@ -295,10 +295,11 @@ class LayerPlanner:
     def takes_all_ranks(self, documents: PackedDocuments | Documents | None) -> bool:
         """Return whether all ranks run a forward in evaluation mode together.
 
-        They do if `balance_evaluation` is set. They also do if a document of their shares is cut
-        (in a forward of a teacher model, for example), because no rank could compute it alone. The
-        layout of all ranks tells whether a document is cut, so all ranks decide the same. If a rank
-        gets no batch at all, the others raise an error after `timeout_seconds`, as in training.
+        They do if `balance_evaluation` is set, or if the shares contain a cut document (in a
+        forward of a teacher model, for example), because no rank could compute such a document
+        alone. Every rank gets the same answer, because a share contains the layout of all ranks. If
+        a rank gets no batch at all, the others raise an error after `timeout_seconds`, as in
+        training.
         """
         share = None if documents is None else documents.dealt_share
         return self.session.config.balance_evaluation or (share is not None and share.is_cut)

@@ -50,8 +50,8 @@ def count_layers(model: Any, dtype: torch.dtype | None, device: str) -> dict[Pla
     config = model_config.get_text_config(decoder=True)
     bytes_ = (dtype or _choose_dtype(model, config, model_config)).itemsize
     kinds = getattr(config, "layer_types", None) or [None]
-    # The index of the first layer of each kind. A heterogeneous config contains a config for each
-    # layer.
+    # The index of the first layer of each kind. In a heterogeneous config, the config of that layer
+    # is read.
     layers = {kind: kinds.index(kind) for kind in kinds}
     configs = (
         config.per_layer_config
@@ -144,7 +144,7 @@ def _read_shape(config: Any, element_bytes: int) -> AttentionShape:
 
 
 def _read_first_number(config: Any, *names: str) -> int | None:
-    """Return the first of these attributes of a config that is an integer, or None."""
+    """Return the first integer among the named attributes of a config, or None."""
     return next(
         (value for name in names if isinstance(value := getattr(config, name, None), int)), None
     )

@@ -1,10 +1,10 @@
 """Cut a batch and the arguments of a layer into two nano-batches for ping-pong, and join the
 outputs of the layer.
 
-A batch of one row is cut between two tokens, and between documents if a document starts near the
-middle. A batch of several rows is cut between rows. If a document crosses the cut, the second
-nano-batch needs keys and values of the first. They are passed on inside the layer, and their
-gradient flows back.
+A batch of several rows is cut between rows. A batch of one row is cut between documents if a
+document starts near the middle of the row, else inside a document. If a document crosses the cut,
+the second nano-batch needs keys and values of the first. These keys and values are passed on inside
+the layer, and gradients flow back to the first nano-batch.
 """
 
 from __future__ import annotations

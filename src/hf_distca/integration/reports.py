@@ -152,7 +152,7 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
     if ratio <= 1 + config.tolerance:
         return (
             f"{finding}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There"
-            " is nothing to win."
+            " is nothing to gain."
         )
     saved = 1 - 1 / ratio
     if saved < config.min_gain:
@@ -168,8 +168,8 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
         f" of which the exchange would leave less than min_gain={config.min_gain:g} (cost model"
         f" {cost.name!r}: {cost.exchange_bytes_per_second / 1e9:g} GB/s and"
         f" {cost.exchange_seconds * 1e3:g} ms an exchange). Longer documents or a faster network"
-        " gain more; if the figures do not fit your machine, give DistCAConfig(cost_model=...)"
-        " your own."
+        " gain more. If the cost model does not fit your machine, give your own:"
+        " DistCAConfig(cost_model=...)."
     )
 
 
@@ -182,7 +182,7 @@ def fewer_moves_reason(session: Session) -> str | None:
         return None
     return (
         f"distca moves less, or nothing: with exchanges, attention took {slower:.0%} longer than it"
-        " would have taken where it was. Plans go by what was measured, and exchanges are tried"
-        " again now and then. A faster network or longer documents gain more;"
-        " DistCAConfig(measured_rates=False) goes by the cost model alone."
+        " would have taken without them. Plans follow these measurements, and exchanges are tried"
+        " again from time to time. A faster network or longer documents gain more."
+        " DistCAConfig(measured_rates=False) uses the cost model alone."
     )

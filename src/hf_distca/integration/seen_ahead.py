@@ -22,10 +22,10 @@ from hf_distca.schedule.layout import IntArray, Layout, enumerate_ranges, mark_c
 
 # The blocks of a rank are planned (so that other ranks can compute them) if the longest block has
 # at least this fraction of the rank's tokens. Planning copies all tokens of the rank, which took 5
-# to 12 % of a layer on a CPU. `benchmarks/schedule/masks.py` estimates slowest rank / mean on 64
-# ranks. For prefixes, this ratio is 1.03 if all blocks are planned, 1.04 with this fraction, and
-# 1.47 if no blocks are planned. For documents whose tokens all see each other, it is 1.08, 1.08 and
-# 2.31.
+# to 12 % of a layer on a CPU. `benchmarks/schedule/masks.py` estimates the imbalance of 64 ranks.
+# For prefixes, it is 1.03 if all blocks are planned, 1.04 with this fraction, and 1.47 if no blocks
+# are planned. For documents whose tokens all see each other, it is 1.08, 1.08 and 2.31 in the same
+# three cases.
 LEAST_PART = 1 / 4
 
 

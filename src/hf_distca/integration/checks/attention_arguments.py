@@ -50,7 +50,8 @@ _HARMLESS_ARGUMENTS = {
 def check_arguments(
     module: torch.nn.Module, dropout: float, kwargs: dict[str, Any], mask: object
 ) -> None:
-    """Check arguments that may differ between layers with the same shapes and options.
+    """Check the arguments of one call. Layers with the same shapes and options may differ in these
+    arguments, so every call is checked.
 
     Args:
         module: the attention module.
@@ -84,7 +85,7 @@ def check_arguments(
 
 def _check_unknown_arguments(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
     """Raise for arguments that may change the result of attention."""
-    # A proven family was tested with the arguments that its models always pass. Another bool, str
+    # A proven family was tested with the arguments that its models always pass. Any other bool, str
     # or dtype comes from the caller of the model, and is meant for the loss, for example. Numbers
     # and tensors may change the result of attention.
     proven = (

@@ -10,13 +10,13 @@ outputs that a model made from ``shift_labels``. The check uses no copy of the l
 and wrappers do not matter. A loss without targets, such as the distance to a teacher's logits, is
 accepted: ranks have equal numbers of tokens, so the mean over ranks is the mean over tokens.
 
-The check runs once for each Trainer, on every rank, in the first micro-batch of training and before
-its backward.
+This first check runs once for each Trainer, on every rank, in the first micro-batch of training and
+before its backward.
 
 A second check covers loops without a Trainer, and losses that a model computes itself: the first
 gradient of a share's logits must not be zero. The gradient is zero if the loss reads `labels`. It
 is also zero if the loss gives all documents of a share the weight 0. A loss with these weights
-passes the check, because it has read ``shift_labels``.
+passes the second check, because it has read ``shift_labels``.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = No
     the model has read them.
 
     The logits are the output of the output embedding. Their gradient includes the gradients of all
-    copies of the logits that the model, accelerate or a loss makes. A fused loss has no logits, but
-    gets ``shift_labels`` from the model. Without an output embedding, hidden states are watched
-    instead.
+    copies of the logits that the model, accelerate or a loss makes. A fused loss makes no logits to
+    watch, but the model passes ``shift_labels`` to it. Without an output embedding, hidden states
+    are watched instead.
 
     Args:
         model: the model that trains.
@@ -148,7 +148,7 @@ def watch_gradient(model: PreTrainedModel, trainers_watch: LossWatch | None = No
             and logits.dim() > 1
         ):
             is_plain = type(targets) is torch.Tensor
-            # Compiled code would trace the change of class.
+            # Not in compiled code, which would trace the change of class.
             if trainers_watch is None and is_plain and not is_compiled():
                 # Change the tensor itself, because code outside the model holds this tensor.
                 targets.__class__ = SpyTensor

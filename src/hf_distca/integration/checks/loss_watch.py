@@ -1,8 +1,8 @@
 """Record what a loss uses.
 
-The record holds each read of the targets of a batch, and of the number of targets. It also tells
-which outputs of models can be reached from the loss in the autograd graph, and whether these
-outputs were made from targets.
+The record holds each read of a batch's targets, and of their number. It also tells which outputs of
+models can be reached from the loss in the autograd graph, and whether these outputs were made from
+targets.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SpyTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch, and report if it reads the values.
+        """Call a function of torch, and report if the function reads or shifts values of a spy.
 
         A result with the same values becomes a spy as well. Other results are plain tensors.
         """
@@ -109,7 +109,7 @@ class LossWatch:
     Attributes:
         ids: the tokens of the batch, if they are known.
         names_read: names of the inputs that the loss read itself.
-        names_given: for each output of a model (by its place in the graph), the names of the inputs
+        names_given: maps the place of each model output in the graph to the names of the inputs
             that the model got.
     """
 
@@ -118,8 +118,8 @@ class LossWatch:
     names_given: dict[GraphPlace, set[str]] = field(default_factory=dict)
 
     def watch_value(self, value: Any, name: str) -> Any:
-        """Return a tensor as a `SpyTensor` that records reads. Record any other value as read at
-        once.
+        """Return a tensor as a `SpyTensor` that records reads. Return any other value unchanged,
+        and record it as read.
         """
         if isinstance(value, torch.Tensor):
             return SpyTensor.wrap_tensor(value, partial(self.record_read, name))
@@ -127,7 +127,7 @@ class LossWatch:
         return value
 
     def record_read(self, name: str, is_moved: bool = False) -> None:
-        """Record that the loss read the input of this name. Reads inside a model do not count.
+        """Record that the loss read an input. Reads inside a model do not count.
 
         Raises:
             UnsupportedError: if the loss shifts targets along the row.

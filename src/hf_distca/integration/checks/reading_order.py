@@ -85,12 +85,12 @@ def find_reading_cases(loader: Any, shares: Shares | StreamedShares, *, training
     )
     yield (
         processes is None,
-        f"{type(getattr(batches, 'sampler', batches)).__name__} reads them in an order of its own."
+        f"{type(getattr(batches, 'sampler', batches)).__name__} reads them in its own order."
         ' Set TrainingArguments(train_sampling_strategy="sequential"), or shuffle=False in a'
-        " DataLoader, and leave out _get_train_sampler and get_train_dataloader of a Trainer"
-        " class of your own: epochs of shares are shuffled already. For an order of your own,"
-        ' sort the rows, and set train_sampling_strategy="sequential" before hf_distca.deal; or'
-        " hf_distca.document_shares(..., seed=None).",
+        " DataLoader, and leave out _get_train_sampler and get_train_dataloader of your own"
+        " Trainer class: epochs of shares are shuffled already. To choose the order yourself,"
+        ' sort the rows, and set train_sampling_strategy="sequential" before hf_distca.deal, or'
+        " call hf_distca.document_shares(..., seed=None).",
     )
     if processes is None:
         return

@@ -165,7 +165,8 @@ def check_step(trainer: Trainer, model: torch.nn.Module, share: DealtShare | Non
         raise UnsupportedError(
             f"the train_dataset of this {type(trainer).__name__} is dealt, but its batches are not"
             " shares: get_train_dataloader reads other rows, or a collator drops distca_documents."
-            " Make it read self.train_dataset, or train without dealing."
+            " Make get_train_dataloader read self.train_dataset with PackingCollator, or train"
+            " without dealing."
         )
     if (
         share is not None
@@ -286,7 +287,8 @@ def _find_model_cases(
     yield (
         not configs,
         f'no part of {type(model).__name__} has attn_implementation="distca": other attention'
-        f" sees no more than one rank. Load the model with it, or {local_remedy}.",
+        " sees only the tokens of one rank. Load the model with"
+        f' attn_implementation="distca", or {local_remedy}.',
     )
     for config in configs:
         reason = whole_document_reason(config.model_type)

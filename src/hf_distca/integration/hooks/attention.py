@@ -86,11 +86,11 @@ def distca_attention(
         module: the attention module.
         query, key, value: (batch, heads, length, width). With GQA, key and value have fewer heads.
         attention_mask: the handle made by the mask function.
-        scaling: factor on QK^T, ``head_dim ** -0.5`` if None. It may be a tensor with one factor
-            for all heads or one for each head, which may require a gradient.
+        scaling: factor on QK^T, ``head_dim ** -0.5`` if None. A tensor may have one factor for all
+            heads or one for each head, and may require a gradient.
         dropout: probability of dropping weights, which must be 0 in training.
-        sliding_window: maximum number of keys that a token sees, its own included. If the mask has
-            a window, that is used instead.
+        sliding_window: maximum number of keys that a token sees, its own included. A window of the
+            mask takes precedence.
         softcap: bound of the scores, as in Gemma 2.
         s_aux: (query heads,) logits of attention sinks, as in gpt-oss. They may require a gradient.
         kwargs: ``distca_documents``, ``cu_seq_lens_q`` and ``position_ids`` say where documents

@@ -2,8 +2,8 @@
 an evaluation loss by the mean over targets.
 
 Without the hooks, Trainers average evaluation losses over batches, and TRL's Trainers also over
-ranks. A rank with few targets, or a last batch that is mostly padding, would weigh as much as any
-other.
+ranks. A rank with few targets, or a last batch that is mostly padding, would count as much as any
+other rank or batch.
 
 The hooks wrap methods of `Trainer` for the whole process, because users who make shares themselves
 do not pass their Trainer to distca. Both wrapped methods are public, and subclasses such as TRL's
@@ -58,8 +58,8 @@ def check_first_share(call: MaskCall, share: DealtShare, session: Session) -> No
     `DistCACallback`.
 
     Raises:
-        UnsupportedError: see `check_loader`. In a loop without a Trainer, the backward raises it if
-            the loss reads `labels`.
+        UnsupportedError: see `check_loader`. In a loop without a Trainer, the backward raises the
+            error if the loss reads `labels`.
     """
     model = call.outermost_model
     trainer = call.trainer
@@ -172,10 +172,11 @@ def _evaluate_shares(
 
 
 class _LossSums:
-    """The losses of this rank's batches, and the number of targets of each."""
+    """The loss and the number of targets of each batch of this rank."""
 
     def __init__(self) -> None:
-        # Number of targets of all ranks, if the Trainer divided the loss of the last batch by it.
+        # Number by which the Trainer divided the loss of the last batch: the targets of all ranks.
+        # None if it did not divide.
         self._divisor: torch.Tensor | int | None = None
         self._loss_rows: list[torch.Tensor] = []  # each [loss * target count, target count]
 

@@ -192,8 +192,9 @@ def find_planner(model: PreTrainedModel) -> LayerPlanner | None:
 def _choose_padding(
     numbers: torch.Tensor | None, padding: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Choose the 2-D mask to read. `numbers` is the mask as the model got it, whose integers may
-    number documents. It is chosen if it is known and has the shape of `padding`, the mask as bool.
+    """Choose the 2-D mask to read. `padding` is the mask as bool. `numbers` is the mask as the
+    model got it. The integers in `numbers` may number documents, so `numbers` is chosen if it is
+    known and has the shape of `padding`.
     """
     numbers = (
         None

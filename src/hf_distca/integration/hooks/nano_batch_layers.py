@@ -6,9 +6,9 @@ runs the original `forward` twice, and switches between the two runs. The cut st
 of the layer. So checkpointing, collected hidden states, and hooks of FSDP, DeepSpeed or PEFT see
 one call of the layer, and no line of the model changes.
 
-A subclass is needed for checkpointing. transformers wraps the `forward` of each subclass when the
-subclass is defined, and checkpoints only in the `forward` of an object's own class. Replacing
-`forward` in the existing class would switch checkpointing off.
+A subclass is needed for checkpointing. transformers wraps the `forward` of every layer class when
+the class is defined, and a layer is checkpointed only by the wrapper in its own class. Replacing
+`forward` in the existing class would hide that wrapper, and switch checkpointing off.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _choose_nano_batches(
     if is_in_backward():  # a recompute must run whole or cut, like its forward
         cut = batch.nano_batches
         return cut if cut is not None and id(layer) in cut.layer_ids else None
-    # Nano-batches cannot read a cache. A cache is never read in training, but it may be in
+    # Nano-batches cannot read a cache. A cache is never read in training, but may be read in
     # generation, even with a model in training mode.
     if any(isinstance(argument, Cache) for argument in arguments) and not (
         layer.training and torch.is_grad_enabled()

@@ -36,8 +36,8 @@ _first_positions: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 def find_first_position(model: torch.nn.Module | None) -> int:
-    """Return the position that a model gives to the first token of a document. In RoBERTa and
-    similar models it follows the position of padding. In other models it is 0.
+    """Return the position that a model gives to the first token of a document: `padding_idx` + 1 in
+    RoBERTa and similar models, 0 in all other models.
     """
     if model is None:
         return 0
@@ -166,8 +166,8 @@ def check_positions(
 
 
 # Attributes that distca sets on a rotary module. The first tells whether the largest position was
-# added to the running call of the module. The second maps each kind of layer to the length that the
-# module remembers from earlier shares.
+# appended to the position ids of the running call. The second maps each kind of layer to the length
+# that the module remembers from earlier shares.
 _HAS_LONGEST, _REACHED = "_distca_longer", "_distca_reached"
 _found_rotaries: WeakKeyDictionary[torch.nn.Module, tuple[list[torch.nn.Module], bool]] = (
     WeakKeyDictionary()
@@ -270,8 +270,8 @@ def _add_longest(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[st
     if not isinstance(positions, torch.Tensor):
         raise UnsupportedError(
             f"{type(module).__name__} is called without position_ids, but its rotary embedding"
-            " depends on the longest document of all ranks, and distca adds the length of this"
-            " document to position_ids. Call the module with position_ids."
+            " depends on the longest document of all ranks, and distca appends the last position of"
+            " this document to position_ids. Call the module with position_ids."
         )
     longest = _restore_length(
         module, longest, kwargs.get("layer_type", args[2] if len(args) > 2 else None)

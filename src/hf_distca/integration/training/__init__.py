@@ -1,1 +1,1 @@
-"""Parts of training that a user calls: the callback, `deal`, data sets of shares, `place_rows`."""
+"""Training interface: the callback, `deal`, data sets of shares, and `place_rows`."""

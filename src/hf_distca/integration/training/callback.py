@@ -70,8 +70,8 @@ class DistCACallback(TrainerCallback):
         summary: whether rank 0 prints the balance of the whole run after training.
         record: whether rank 0 writes ``_distca_run.jsonl`` into ``args.output_dir``. The command
             ``hf-distca report`` makes a page from this file. The file has the logged figures of
-            each rank, the plans of the first micro-batch, and the plans of the worst micro-batch
-            between two logs, about a megabyte in all. With "all" it has every plan. Writing it
+            each rank, the plans of the first micro-batch, and, for each log, the plans of its worst
+            micro-batch: about a megabyte in all. With "all", the file has every plan. Writing it
             takes no collective, and reads nothing from the device.
 
     Raises:
@@ -207,7 +207,7 @@ class DistCACallback(TrainerCallback):
 
         Raises:
             UnsupportedError: if the model accepted the name "distca", but computes its attention
-                without it.
+                without distca.
         """
         model = kwargs.get("model")
         if (
@@ -217,8 +217,8 @@ class DistCACallback(TrainerCallback):
         ):
             raise UnsupportedError(
                 f'{type(model).__name__} was loaded with attn_implementation="distca" but never'
-                " called it in a training step: it does not use the attention interface of"
-                ' transformers. Load it with attn_implementation="eager".'
+                " called distca in a training step: the model does not use the attention interface"
+                ' of transformers. Load it with attn_implementation="eager".'
             )
         self.on_epoch_end(args, state, control)
         self._warn_if_no_gain(after=_MIN_MICRO_BATCHES)
@@ -226,8 +226,8 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks if the Trainer is about to log. This is the case if a
-        log is due, and after the last step, because the Trainer then writes the final log.
+        """Gather the measurements of ranks before the Trainer logs: when a log is due, and after
+        the last step, when the Trainer writes the final log.
 
         All ranks call this, even if only rank 0 logs.
         """

@@ -87,16 +87,17 @@ def deal(
     Args:
         trainer: a Trainer of transformers, TRL's `SFTTrainer`, or a subclass.
         tokens_per_rank: tokens of each rank in a micro-batch. It replaces the batch size.
-        evaluation: whether to deal the evaluation set as well. It keeps its order, and all ranks
-            evaluate together.
+        evaluation: whether to deal the evaluation set as well. The set keeps its order, and all
+            ranks evaluate together.
         fill: ``"whole"`` for whole documents and some padding, ``"cut"`` to fill global batches to
             the token. By default shuffled documents stay whole, and documents that are read in
             order or from a stream are cut.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
-        collator: ``"replace"`` to replace even a collator of your own. By default such a collator
-            is refused, because it may decide which tokens are targets. The usual collators of
-            transformers and TRL are replaced in both cases, because `deal` reads rows as they do.
+        collator: ``"replace"`` to replace any collator. By default `deal` refuses a collator that
+            it does not know, because the collator may decide which tokens are targets. The usual
+            collators of transformers and TRL are always replaced, because `deal` reads rows in the
+            same way.
 
     Returns:
         The same Trainer.
@@ -104,7 +105,8 @@ def deal(
     Raises:
         ConfigError: if an argument is out of its range, if the Trainer has no documents to deal, or
             if they are dealt already.
-        UnsupportedError: if this Trainer would not train as one process does; names a remedy.
+        UnsupportedError: if the result would differ from training in one process. The error names
+            a remedy.
         LayoutError: if rows are not documents.
     """
     check_deals_documents(trainer)
@@ -202,7 +204,7 @@ def _deal_evaluation(trainer: Trainer, make: Callable[[Any], Any]) -> Any:
         if not hasattr(documents, "__len__"):
             raise ConfigError(
                 f"evaluation=True, but the eval_dataset is a stream ({type(documents).__name__}),"
-                " so ranks would not know where it ends: give one with a length, such as a"
+                " so ranks would not know where it ends: give a data set with a length, such as a"
                 " datasets.Dataset, or leave evaluation=True out."
             )
         return make(documents)
@@ -315,9 +317,9 @@ def _describe_shares(
         return (
             f"distca deals a stream of documents to {ranks}.\n"
             f"Global batches have {dealing.tokens:,} tokens{accumulated}, and take documents as"
-            " they come, which are not shuffled.\n"
-            "Documents are cut where a global batch is full. How many they are, and how long, is"
-            " not known: logs say what dealing gains, as distca/imbalance_estimated_in_order."
+            " they come, unshuffled.\n"
+            "Documents are cut where a global batch is full. Their number and lengths are not"
+            " known: logs show what dealing gains, as distca/imbalance_estimated_in_order."
         )
     return (
         f"distca deals {len(lengths):,} documents of {lengths.sum():,} tokens, the longest of"
@@ -382,7 +384,7 @@ def _compare_orders(shares: Shares, imbalance: float | None, steps: str) -> str:
 
 
 def _count_steps(trainer: Trainer, rows: Any) -> int:
-    """Count the optimizer steps of an epoch over `rows`, with the Trainer's present batch size."""
+    """Count the optimizer steps of an epoch over `rows`, with the Trainer's current batch size."""
     args = trainer.args
     shared = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
     ranks = max(args.world_size // shared, 1)

@@ -67,18 +67,18 @@ def document_shares(
     `Accelerator` is made.
 
     Args:
-        documents: a `datasets.Dataset` with a column of token ids, or any sequence of such rows or
-            of token ids. If rows have `labels`, they are used; -100 marks tokens that are not
-            trained on. An iterable without a length is read as a stream, see below.
+        documents: a `datasets.Dataset` or a sequence of rows, with a column of token ids; or a
+            sequence of lists of token ids. If rows have `labels`, they are used; -100 marks tokens
+            that are not trained on. An iterable without a length is read as a stream, see below.
         tokens_per_rank: number of tokens of each rank in a micro-batch.
-        model: the model, or its config: documents are dealt for its attention. Columns that the
-            model takes are read or refused.
+        model: the model, or its config: documents are dealt for its attention. A column that is an
+            input of the model, but is not read, raises an error.
         shapes: instead of a model, (shape, window or None) of each kind of layer, kinds without a
             window first.
         ranks: number of ranks that share attention. By default all processes, or as many of them as
-            `config` puts in a group. Tensor-parallel ranks count once. With several groups, each
-            group trains on different global batches: item ``k * ranks + r`` is then the share of
-            rank r of a group in batch k, and the groups take batches in turns.
+            `config` puts in a group. Tensor-parallel ranks count once. Several groups take global
+            batches in turns: item ``k * ranks + r`` is then the share for rank r of the group that
+            trains on batch k.
         ranks_per_node: number of ranks of a node; documents are kept on one node if possible. If
             neither this nor `ranks` is given, it is read from torchrun or `accelerate launch`.
         dtype: dtype of attention, such as ``torch.bfloat16`` with ``TrainingArguments(bf16=True)``.
@@ -89,10 +89,11 @@ def document_shares(
         config: settings to train with; by default those given to `hf_distca.configure`.
         seed: seed by which each epoch is shuffled. If None, every epoch keeps the given order,
             which suits evaluation.
-        fill: ``"whole"`` for whole documents, and padding in the few free places. ``"cut"`` to fill
-            global batches to the token: the rest of a document becomes a separate document in the
-            next batch, and the rest of an epoch is dropped. By default shuffled documents stay
-            whole, and documents in their order are cut, because packing changes the order.
+        fill: ``"whole"`` for whole documents, with padding where no document fits. ``"cut"`` to
+            fill global batches to the token: the rest of a document becomes a separate document in
+            the next batch, and the rest of an epoch is dropped. By default shuffled documents stay
+            whole. Documents that keep their order are cut, because packing whole documents would
+            change the order.
         longer: whether documents that are longer than a global batch are cut (``"cut"``) or refused
             (``"refuse"``).
         column: name of the column of token ids.
@@ -184,8 +185,8 @@ def make_lazy_dataset(shares: Shares) -> Dataset:
 def _count_processes() -> int:
     """Return the number of processes that train.
 
-    accelerate is not asked, because accelerate would start torch.distributed, and a Trainer could
-    no longer start it with the Trainer's timeout.
+    accelerate is not asked, because accelerate would start torch.distributed, and the timeout of a
+    Trainer would have no effect.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()

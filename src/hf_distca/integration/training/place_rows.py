@@ -203,7 +203,7 @@ def _make_placer(
 ) -> Callable[[Any], Any]:
     """Make a function that places the rows of a prepared loader and returns the loader.
 
-    Collective: all ranks raise if they weigh different rows.
+    Collective: all ranks raise if they weigh rows differently.
 
     Args:
         work: seconds of attention of each row.
@@ -254,8 +254,8 @@ def _place_in_shard(
         )
     if len(rows) != len(work):
         raise ConfigError(
-            f"the loader reads {len(rows)} rows, but place_rows weighed {len(work)}: call"
-            " place_rows with the data set that is trained on."
+            f"the loader reads {len(rows)} rows, but place_rows weighed {len(work)}: set the"
+            " Trainer's train_dataset before place_rows, and do not replace it afterwards."
         )
     size = batches.batch_size // ranks if shard.split_batches else batches.batch_size
     places = StepPlaces(nodes, ranks // nodes, size, accumulation)
@@ -284,11 +284,12 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
     rank.
 
     Raises:
-        UnsupportedError: if rows cannot be placed before it.
+        UnsupportedError: if the rows of this loader cannot be placed.
     """
     if isinstance(loader, DataLoaderDispatcher):
         raise UnsupportedError(
-            "rank 0 would read the batches of all ranks and broadcast them. Set "
+            "rank 0 would read the batches of all ranks and broadcast them, but place_rows needs"
+            " ranks that read their own batches. Set "
             'TrainingArguments(accelerator_config={"dispatch_batches": False}), or '
             "DataLoaderConfiguration(dispatch_batches=False) in an Accelerator."
         )
@@ -301,8 +302,8 @@ def _find_shard(loader: Any) -> BatchSamplerShard | None:
             return None
         raise UnsupportedError(
             "place_rows takes a loader that accelerator.prepare made from a DataLoader with a batch"
-            f" size, but this {type(loader).__name__} gets batches from {type(shard).__name__}. For"
-            " loops without accelerate there is hf_distca.data.row_placement.RowPlacement."
+            f" size, but this {type(loader).__name__} gets batches from {type(shard).__name__}. In"
+            " loops without accelerate, use hf_distca.data.row_placement.RowPlacement."
         )
     if not getattr(shard.batch_sampler, "batch_size", None):
         raise UnsupportedError(

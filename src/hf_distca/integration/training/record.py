@@ -74,7 +74,7 @@ class Recorder(logging.Filter):
         folder: folder of the record.
         session: session whose micro-batches are recorded.
         every_plan: whether to write all plans. If False, only the plans of the first micro-batch
-            and of the worst one between two logs are written.
+            and, for each log, of its worst micro-batch are written.
     """
 
     def __init__(self, folder: Path, session: Session, *, every_plan: bool) -> None:
