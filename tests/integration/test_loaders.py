@@ -339,7 +339,7 @@ def prompted() -> torch.nn.Module:
             lambda: tiny_llama("sdpa"),
             'no part of LlamaForCausalLM has attn_implementation="distca"',
         ),
-        (jamba, "jamba models need whole documents: their other layers carry state"),
+        (jamba, "jamba models need whole documents: their recurrent layers carry state"),
         (whisper, "whisper models need whole documents: their loss reads only `labels`"),
         (prompted, "PROMPT_TUNING puts virtual tokens"),
     ],

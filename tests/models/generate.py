@@ -133,11 +133,11 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             "## Which types need one document a row?",
             f"{rows} types need one document a row: their attention keeps packed documents apart,"
             " but the rest of the model does not.",
-            "- These types have recurrent layers that carry state, which distca does not change:"
+            "- These types have recurrent layers that distca does not reset at each document:"
             f" {_names(by_group['CARRIES_STATE'])}.",
-            "- These types take no position ids, and count positions through the whole row."
-            " Their attention for packed documents was compared with attention under a dense mask:"
-            f" {_names(by_group['NO_POSITIONS'])}.",
+            "- These types take no position ids, and count positions through the whole row:"
+            f" {_names(by_group['NO_POSITIONS'])}. Their attention for packed documents was"
+            " compared with attention under a dense mask.",
             "## Which types are refused?",
         ),
         "| reason | types |",
@@ -149,8 +149,8 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
         *_paragraph(
             "",
             "## Documents over ranks",
-            f"{over_ranks} types also give the loss, logits and gradients of whole documents if"
-            " documents are cut and lie on two ranks. All other types refuse cut documents:",
+            f"For {over_ranks} types, documents cut over two ranks have the same loss, logits and"
+            " gradients as whole documents. All other types refuse cut documents:",
             *(
                 f"- Refused because {text}: "
                 + ", ".join(name for name, found in cuts.items() if found == reason)
@@ -159,8 +159,9 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             ),
             "## Ping-pong",
             f"In ping-pong, layers of {len(working) - len(whole)} types run as two halves."
-            f" Layers of {', '.join(whole)} stay whole: something other than attention mixes their"
-            " tokens, or they are not built of decoder layers that transformers can checkpoint.",
+            f" Layers of {len(whole)} types stay whole, because something other than attention"
+            " mixes their tokens, or because the model is not built of decoder layers that"
+            f" transformers can checkpoint: {', '.join(whole)}.",
         ),
     ]
     return "\n".join(lines).rstrip("\n") + "\n" + "".join(PAGE.read_text().partition(NOTES)[1:])

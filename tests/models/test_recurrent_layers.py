@@ -473,7 +473,7 @@ def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
         packed(model, documents(LENGTHS))
         with pytest.raises(
             UnsupportedError,
-            match="olmo_hybrid models need whole documents: their other layers carry state",
+            match="olmo_hybrid models need whole documents: their recurrent layers carry state",
         ):
             in_pieces(model)
     said = [

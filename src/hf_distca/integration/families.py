@@ -33,36 +33,38 @@ PROVEN_GROUPS = {
     "PROVEN": "proven",
     "PACKED": "proven: its recurrent layers are reset at each document",
     "CARRIES_STATE": (
-        "proven, one document a row: its other layers carry state over packed documents"
+        "proven, one document a row: its recurrent layers carry state from document to document"
     ),
     "NO_POSITIONS": "proven, one document a row: it takes no position ids",
 }
 
 REFUSAL_REASONS = {
-    "NO_ATTENTION": "it has no attention to balance",
-    "BYPASSED": "it computes attention by itself, not through transformers' attention interface",
+    "NO_ATTENTION": "they have no attention to balance",
+    "BYPASSED": "they compute attention without transformers' attention interface",
     "SPARSE": (
-        "its attention selects or compresses keys, so which keys a query needs is not known before"
-        " the layer runs"
+        "their attention selects or compresses keys, so the keys that a query needs are not known"
+        " before the layer runs"
     ),
-    "OWN_MASK": "it computes with the mask itself, and distca has no dense mask",
-    "POSITION_BIAS": "it adds a learned bias to the scores",
-    "BIDIRECTIONAL": "it has an encoder, cross attention or bidirectional masks",
-    "UNBUILT": "no small model of it could be built, so nothing is proven",
+    "OWN_MASK": "they compute with a dense attention mask, which distca does not make",
+    "POSITION_BIAS": "they add a learned bias to the scores",
+    "BIDIRECTIONAL": "they have an encoder, cross attention or bidirectional masks",
+    "UNBUILT": "no small model of this type could be built, so nothing is proven",
 }
 
 # Why some families need whole documents. All other families are in `CUT_DOCUMENT_FAMILIES`, or were
 # never tried with cut documents.
 WHOLE_DOCUMENT_REASONS = {
-    "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
+    "CARRIES_STATE": (
+        "their recurrent layers carry state from token to token, but not from rank to rank"
+    ),
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
     "OWN_LOSS": (
-        "their loss reads only `labels`, and the next token of a part that ends within a document"
-        " is on another rank"
+        "their loss reads only `labels`, and the label of the last token before a cut is on another"
+        " rank"
     ),
     "CHUNKS": (
-        "they attend in chunks, which work only in documents on one rank, and scale queries by the"
-        " place in the row"
+        "they attend in chunks, which distca computes only for documents on one rank, and scale"
+        " queries by position in the row"
     ),
 }
 
@@ -78,7 +80,7 @@ _COMPARED_OTHERS = frozenset(
 )
 
 _ENCODER_DECODER_REASON = (
-    "this one is an encoder with a decoder, which has cross attention and bidirectional masks"
+    "this model is an encoder with a decoder, and has cross attention and bidirectional masks"
 )
 
 FAMILIES = {name: group for group in (*PROVEN_GROUPS, *REFUSAL_REASONS) for name in _TABLE[group]}
@@ -186,7 +188,7 @@ _PACKING_WARNINGS = {
         "this batch has packed documents, and layers of this %s model (state space, convolution,"
         " linear attention) carry state from one document to the next. distca resets the layers of"
         " transformers 5.23 at each document, but not these layers. Upgrade transformers,"
-        " load the model without its own code, or give it one document a row."
+        " load the model without its own code, or give the model one document a row."
     ),
     "CARRIES_STATE": (
         "this batch has packed documents, and %s models have layers (state space, convolution,"
