@@ -116,7 +116,7 @@ def test_router_losses_of_several_ranks_warn(rank_pool: RankPools, watched: bool
     """Router losses of several ranks are said not to be those of one."""
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
-    assert "each of 2 ranks computes it for its own tokens" in said
+    assert "each of 2 ranks computes this loss for its own tokens" in said
     assert "router_aux_loss_coef=0.5 counts 2 times. Divide it by 2" in said
     assert second == []
     assert train_a_mixture(0, 1, watched) == []

@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Call, str]] = {
         GROUPS,
         hf_distca.place_rows,
         "GRPOTrainer trains on groups of completions that are written in the step: .* Train"
-        ' without hf_distca.place_rows: attn_implementation="distca" balances its batches',
+        ' without hf_distca.place_rows: attn_implementation="distca" balances batches',
     ),
     "DPO, a loss of a rank": (
         "DPO",

@@ -148,7 +148,7 @@ def nothing_moved_reason(totals: BalanceTotals, session: Session) -> str | None:
     finding = f"distca moved nothing in {totals.micro_batches} micro-batches"
     uneven = f"the slowest rank has {ratio:.3f} times the mean attention seconds, by estimate"
     if not config.balance:
-        return f"{finding}: balancing is off (balance=False). Without it, {uneven}."
+        return f"{finding}: balancing is off (balance=False), and {uneven}."
     if ratio <= 1 + config.tolerance:
         return (
             f"{finding}: the documents are even ({uneven}; tolerance={config.tolerance:g}). There"
@@ -181,8 +181,8 @@ def fewer_moves_reason(session: Session) -> str | None:
     if slower is None:
         return None
     return (
-        f"distca moves less, or nothing: with exchanges, attention took {slower:.0%} longer than it"
-        " would have taken without them. Plans follow these measurements, and exchanges are tried"
-        " again from time to time. A faster network or longer documents gain more."
+        f"distca moves less, or nothing: attention took {slower:.0%} longer with exchanges than"
+        " without. Plans follow this measurement, and exchanges are tried again from time to time."
+        " A faster network or longer documents gain more."
         " DistCAConfig(measured_rates=False) uses the cost model alone."
     )

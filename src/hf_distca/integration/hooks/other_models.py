@@ -28,8 +28,9 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks.positions import find_first_position
 
 _REMEDY = (
-    'Load it with attn_implementation="distca" and give it the whole batch: model(**inputs). All'
-    " ranks then compute it together, in eval() and under no_grad() as well."
+    'Load the model with attn_implementation="distca", and give it the whole batch:'
+    " model(**inputs). All ranks then compute the batch together, in eval() and under no_grad() as"
+    " well."
 )
 
 

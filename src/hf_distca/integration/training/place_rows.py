@@ -55,7 +55,7 @@ _DOCUMENTS = {
 # Losses of DPO that depend on the other pairs in a rank's batch: they sort the pairs, or are a mean
 # over the tokens of the batch.
 _LOSSES_OF_RANKS = {"aot", "aot_unpaired", "sft"}
-_AS_THEY_ARE = 'attn_implementation="distca" balances its batches as they are.'
+_AS_THEY_ARE = 'attn_implementation="distca" balances batches as they are.'
 
 
 def place_rows(
