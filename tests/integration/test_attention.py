@@ -192,7 +192,7 @@ DROPPING = {
 
 @pytest.mark.parametrize("setting", DROPPING)
 def test_dropout_error_names_the_setting_in_the_models_config(setting: str) -> None:
-    """The setting that the message names ends the error: GPT-2 has no attention_dropout."""
+    """Names of settings differ between families: GPT-2 has no attention_dropout."""
     config, ids = copy.deepcopy(DROPPING[setting]), torch.arange(1, 9)[None]
 
     def train() -> None:
@@ -279,7 +279,7 @@ def test_forward_under_no_grad_keeps_no_graph_and_sends_nothing() -> None:
 
 @pytest.mark.parametrize("reentrant", [None, True])
 def test_handle_records_whether_its_forward_has_gradients(reentrant: bool | None) -> None:
-    """With reentrant checkpointing, layers first run without gradients; the mask is made before."""
+    """With reentrant checkpointing, layers first run without gradients, after the mask is made."""
     handles: list[MaskStandIn] = []
     model = tiny_llama("distca").train()
     if reentrant:
@@ -292,7 +292,7 @@ def test_handle_records_whether_its_forward_has_gradients(reentrant: bool | None
         )
     model(input_ids=draw_tokens(1, 8), use_cache=False)
     assert [handle.batch.context.can_recompute for handle in handles] == [True, True]
-    if not reentrant:  # reentrant checkpointing warns without gradients
+    if not reentrant:  # reentrant checkpointing would warn
         with torch.no_grad():
             model(input_ids=draw_tokens(1, 8), use_cache=False)
         assert [handle.batch.context.can_recompute for handle in handles[2:]] == [False, False]

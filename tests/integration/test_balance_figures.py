@@ -26,7 +26,7 @@ OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # these two differ between ranks
 
 
 def read_metrics(rank: int, implementation: str, gather: bool) -> list[Metrics]:
-    """Read metrics before the first step, after two, again, after two more, and after two with new
+    """Read metrics before the first step, twice after two steps, after four, and after two with new
     settings.
     """
     config = settings()

@@ -65,7 +65,7 @@ class Case:
         return cls(ranks, ids, form, window)
 
     def make_mask(self, ids: torch.Tensor) -> Callable[..., Any]:
-        """Compose the mask function as transformers does for its families."""
+        """Compose the mask function like transformers."""
         overlay = m.blockwise_overlay(ids)
         past, window = m.causal_mask_function, self.window
         return {
@@ -117,8 +117,9 @@ def attend_densely(
 def run_case(
     rank: int, case: Case, dtype: torch.dtype = torch.float64, extra: dict[str, Any] | None = None
 ) -> float:
-    """Run a case; return the largest error of this rank's outputs and gradients, relative to the
-    largest entry, or to 1.
+    """Run a case; return the largest error of outputs and gradients on a rank.
+
+    Errors are relative to the largest entry, or to 1.
     """
     extra = extra or {}
     rows = case.ranks[rank]
@@ -200,7 +201,7 @@ def render_tree(tree: Tree, window: int | None) -> torch.Tensor:
 
 
 def run_tree(tree: Tree, window: int | None = None, dtype: torch.dtype = torch.float64) -> float:
-    """Run a tree; return its largest error, as `run_case` does."""
+    """Run a tree; return the largest relative error of outputs and gradients."""
     seen = render_tree(tree, window)
     generator = torch.Generator().manual_seed(len(seen))
     *tensors, grad = (
@@ -230,7 +231,9 @@ def run_tree(tree: Tree, window: int | None = None, dtype: torch.dtype = torch.f
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 12), st.none() | st.integers(1, 50))
-def test_shared_prefixes_equal_dense_masks(seed: int, parts: int, window: int | None) -> None:
+def test_documents_with_shared_prefixes_equal_dense_masks(
+    seed: int, parts: int, window: int | None
+) -> None:
     hf_distca.configure()
     assert run_tree(draw_tree(seed, parts), window) <= 1e-12
 
@@ -262,7 +265,7 @@ def configure() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from(FORMS), st.sampled_from([0, 2]))
 def test_every_mask_form_equals_its_dense_mask(seed: int, form: str, least_part: int) -> None:
-    """Attention to later tokens is in the plan or stays on the home rank, by `LEAST_PART`."""
+    """`LEAST_PART` decides whether attention to later tokens is planned or stays at home."""
     hf_distca.configure()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seen_ahead, "LEAST_PART", least_part)

@@ -71,7 +71,7 @@ def make_batch(kind: str, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def backward(model: PreTrainedModel, logits: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the logits, and the gradients of a loss of them."""
+    """Return the logits, and the gradients of a loss."""
     torch.cat(logits).sin().sum().backward()
     return [torch.cat(logits).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -152,7 +152,7 @@ def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:
 
 
 def test_dealt_documents_that_attend_both_ways_must_be_whole(rank_pool: RankPools) -> None:
-    """Whole documents get the logits of sdpa; cut ones are refused on all ranks."""
+    """Whole documents get the logits of sdpa, and cut documents are refused on all ranks."""
     for (logits, want), error in rank_pool(2)(deal, [12] * 16):
         assert not error
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)

@@ -28,9 +28,7 @@ SOURCE = str(Path(hf_distca.__file__).parent)
 
 @pytest.fixture
 def calls() -> Callable[[int], dict[str, float]]:
-    """Return the counter of `benchmarks/host/host_calls.py`. It runs in a thread, without pytest's
-    deep stack.
-    """
+    """Return the counter of `benchmarks/host/host_calls.py`, run outside pytest's deep stack."""
     host_calls = import_benchmark("host_calls")
     hf_distca.configure()
 
@@ -81,7 +79,7 @@ def test_python_calls_of_a_layer_with_moves_are_bounded(rank_pool: RankPools) ->
 
 
 def test_layers_called_with_other_arguments_get_their_own_call_plans() -> None:
-    """What the first layer of a micro-batch prepares serves only calls with the same arguments."""
+    """Layers of a micro-batch share preparations only if their arguments are the same."""
     module, q, k, v = (
         torch.nn.Linear(1, 1).train(),
         *(torch.randn(1, heads, 24, 8) for heads in (4, 2, 2)),

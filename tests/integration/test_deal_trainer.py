@@ -327,7 +327,9 @@ class OwnOrder(Trainer):
         return torch.utils.data.RandomSampler(self.train_dataset)
 
 
-def test_deal_replaces_strategies_but_refuses_samplers(caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_strategy_is_replaced_but_custom_sampler_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     processes.warn_once.cache_clear()
     hf_distca.deal(make(rows(), train_sampling_strategy="group_by_length"), TOKENS)
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
@@ -339,7 +341,7 @@ def test_deal_replaces_strategies_but_refuses_samplers(caplog: pytest.LogCapture
 
 
 def test_sequential_sampling_keeps_the_order_of_rows(capfd: pytest.CaptureFixture[str]) -> None:
-    """The second Trainer shares the arguments of the first, which `deal` has changed."""
+    """Both Trainers have the same arguments, which the first call of `deal` has changed."""
     ordered = {"train_sampling_strategy": "sequential"}
     first = make(rows(), **ordered)
     second = Trainer(tiny_llama("distca"), first.args, train_dataset=rows())
@@ -463,7 +465,7 @@ def test_refused_trainer_is_left_unchanged(name: str) -> None:
 
 
 def test_deal_warns_of_recurrent_layers_under_sdpa(caplog: pytest.LogCaptureFixture) -> None:
-    """Under another attention, recurrent layers carry states from one document to the next."""
+    """Under sdpa, recurrent layers carry states from one document to the next."""
     for name, model_type, is_said in (
         ("sdpa", "qwen3_next", True),
         ("sdpa", "jamba", True),

@@ -194,7 +194,7 @@ class OddlyPlanned(DealtShare):
         return Plan.from_tasks(right.layout, tasks)
 
 
-def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
+def make_odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
     """Make the second global batch of rank 1, with a fault."""
     batch = make_share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]
@@ -219,7 +219,7 @@ def train_apart(rank: int, wrong: str) -> None:
         odd = rank == 1 and number == 1
         if odd and wrong == "settings":
             current_session().config = settings(tolerance=0.5)
-        batch = odd_share(made, wrong) if odd else make_share(made, number, rank)
+        batch = make_odd_share(made, wrong) if odd else make_share(made, number, rank)
         compute_share_loss(model, batch, number).backward()
 
 

@@ -1,6 +1,4 @@
-"""The attention function in every dtype, head layout and padding: no worse than twice the error of
-sdpa in the same dtype.
-"""
+"""The attention function in every dtype, head layout and padding, compared with sdpa."""
 
 from __future__ import annotations
 

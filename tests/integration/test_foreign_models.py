@@ -158,7 +158,7 @@ def test_an_encoder_decoder_is_refused_by_name_before_training() -> None:
 
 
 def test_vision_model_under_distca_is_refused() -> None:
-    """Its two-way attention could be computed, but a rank without images would not take part."""
+    """Two-way attention could be computed, but ranks without images would not take part."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = ViTConfig(**sizes, intermediate_size=32, image_size=28, patch_size=14)
     config._attn_implementation = "distca"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import build_model, measure_relative_error
+from test_parity import build_model, measure_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -215,7 +215,7 @@ def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: RankPools) -> 
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
 
 
-def gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def sum_gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Compute the gradients of the summed losses, and add them over ranks."""
     torch.stack(losses).sum().backward()
     found = {
@@ -241,13 +241,13 @@ def train_with_built_in_costs(rank: int) -> tuple[int, int, float]:
     )
     model = build_model(2, "distca", torch.float64)
     packed = hf_distca.PackingCollator()([{"documents": [one.tolist() for one in documents]}])
-    ours = gradients(model, [model(**packed, use_cache=False).logits.square().sum()])
+    ours = sum_gradients(model, [model(**packed, use_cache=False).logits.square().sum()])
     alone = build_model(2, "sdpa", torch.float64)
-    theirs = gradients(
+    theirs = sum_gradients(
         alone,
         [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents],
     )
-    worst = max(measure_relative_error(ours[name], want) for name, want in theirs.items())
+    worst = max(measure_error(ours[name], want) for name, want in theirs.items())
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 

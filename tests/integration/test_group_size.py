@@ -105,7 +105,9 @@ def test_default_groups_split_only_more_than_512_ranks_and_at_nodes() -> None:
 
 
 def limit_default_groups(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
-    """Limit default groups to 2 of 4 ranks; return group, ranks of a dealing, and log."""
+    """Limit default groups to two of four ranks; return the group, the ranks of a dealing, and the
+    log.
+    """
     hf_distca.configure(settings())
     launched = SimpleNamespace(num_processes=4, device="cpu")
     with (

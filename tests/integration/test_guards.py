@@ -72,7 +72,7 @@ def test_untested_model_family_is_warned_of_once(caplog: pytest.LogCaptureFixtur
 
 
 def test_data_parallel_replicas_are_refused() -> None:
-    """The threads of DataParallel need GPUs, so a module with the name of theirs runs the model."""
+    """The threads of DataParallel need GPUs, so a module with torch's name runs the model here."""
     parallel = types.ModuleType(torch.nn.parallel.parallel_apply.__module__)
     worker = "def worker(function, **arguments): return function(**arguments)"
     exec(

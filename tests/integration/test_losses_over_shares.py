@@ -30,7 +30,7 @@ class Plain(Trainer):
 
 
 def make_trainer_class(loss: Callable[[Any, Any, Any, Any], Any]) -> type[Trainer]:
-    """Make a Trainer class whose loss is a function of itself, model, inputs and targets."""
+    """Make a Trainer class whose `compute_loss` calls `loss`, with the number of targets."""
 
     def compute_loss(
         self: Any,
@@ -78,7 +78,7 @@ def make_labels_trainer(form: str) -> type[Trainer]:
 
 @make_trainer_class
 def mean_of_labels(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """Compute the mean over a rank's own targets, and keep `labels` from the model."""
+    """Compute the mean over a rank's own targets, without `labels` in the model's inputs."""
     labels = inputs.pop("labels")
     logits = model(**inputs).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -99,14 +99,14 @@ def own_mean_of_shifted(trainer: Any, model: Any, inputs: Any, items: Any) -> An
 
 @make_trainer_class
 def logs_the_number(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """Read the number of targets without dividing by the number."""
+    """Read the number of targets, but do not divide by it."""
     assert int(items)
     return model(**inputs).loss
 
 
 @make_trainer_class
 def undone(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """Forget that gradients are averaged over ranks."""
+    """Return the model's loss, although DDP averages gradients over ranks."""
     return model(**inputs, num_items_in_batch=items).loss
 
 
@@ -176,14 +176,14 @@ def divides_by_itself(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
     """Compute the model's sum from its mean, and divide by the number of targets."""
     own = (get_targets(inputs) != -100).sum()
     loss = model(**inputs).loss
-    loss = loss.nan_to_num() * own  # a share without targets has none
+    loss = loss.nan_to_num() * own  # a share without targets has no mean
     return loss / int(items) * trainer.accelerator.num_processes
 
 
 @make_trainer_class
 def of_no_targets(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """Compute a loss without targets, like distillation: a mean over tokens, equally many on each
-    rank.
+    """Compute a mean over tokens without targets, like distillation; ranks have as many tokens
+    each.
     """
     with torch.no_grad():
         assert trainer.accelerator.unwrap_model(model)(**inputs).loss is not None
@@ -220,7 +220,7 @@ OF_LABELS = "not made of `shift_labels`: it reads `labels`"
 UNDIVIDED = "not divided by `num_items_in_batch`"
 
 
-def refused(kind: type[Trainer], why: str) -> tuple[type[Trainer], dict[str, Any], str]:
+def refuse(kind: type[Trainer], why: str) -> tuple[type[Trainer], dict[str, Any], str]:
     """Make a case whose loss is refused on several ranks."""
     return kind, {}, f"{kind.__name__}.compute_loss is {why}"
 
@@ -253,14 +253,14 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
         "compute_loss_func=loss_function gets `labels`",
     ),
     **{
-        f"compute_loss of labels, {form}": refused(make_labels_trainer(form), OF_LABELS)
+        f"compute_loss of labels, {form}": refuse(make_labels_trainer(form), OF_LABELS)
         for form in FORMS
     },
-    "mean of labels": refused(mean_of_labels, "not made of `shift_labels`"),
-    "shift_labels for labels": refused(shifted_twice, "not made of `shift_labels`"),
-    "the model's mean": refused(own_mean, UNDIVIDED),
-    "the model's mean, number read": refused(logs_the_number, UNDIVIDED),
-    "mean of shift_labels": refused(own_mean_of_shifted, UNDIVIDED),
+    "mean of labels": refuse(mean_of_labels, "not made of `shift_labels`"),
+    "shift_labels for labels": refuse(shifted_twice, "not made of `shift_labels`"),
+    "the model's mean": refuse(own_mean, UNDIVIDED),
+    "the model's mean, number read": refuse(logs_the_number, UNDIVIDED),
+    "mean of shift_labels": refuse(own_mean_of_shifted, UNDIVIDED),
     "named arguments": (
         named_arguments,
         {},
@@ -268,7 +268,7 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     ),
     "two tokens ahead": (two_ahead, {}, "the loss shifts `shift_labels`"),
     "two tokens ahead, roll": (two_ahead_by_roll, {}, "the loss shifts `shift_labels`"),
-    "the model's part": refused(undone, "the model's loss, unchanged"),
+    "the model's part": refuse(undone, "the model's loss, unchanged"),
 }
 # Most users have autocast to bfloat16, and the Trainer's own settings of DDP.
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -398,9 +398,7 @@ def test_loss_over_shares_equals_that_of_one_process_or_is_refused(
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
-    """The callback checks when the Trainer is made; otherwise, the check runs before the first
-    step.
-    """
+    """The check runs when the Trainer is made with the callback, or before the first step."""
     hf_distca.configure(settings())
     shares = share_documents(LENGTHS, TOKENS)
     changes = {
@@ -471,7 +469,9 @@ def run_loop(rank: int, ranks: int, form: str, half: bool) -> str:
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["the model's", "of weight 0", "of labels"])
-def test_loop_with_a_loss_of_labels_is_refused(rank_pool: RankPools, form: str, half: bool) -> None:
+def test_custom_loop_is_refused_only_if_its_loss_reads_labels(
+    rank_pool: RankPools, form: str, half: bool
+) -> None:
     for found in rank_pool(2)(run_loop, 2, form, half):
         assert (
             ("gives its logits no gradient" in found) if form == "of labels" else found == "trained"

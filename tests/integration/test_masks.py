@@ -114,7 +114,7 @@ def test_mask_that_numbers_documents_is_refused_if_other_parts_read_masks(kind: 
 
 
 def test_attention_mask_is_not_read_by_the_layers() -> None:
-    """The mask comes to the host with the positions, in one copy before the layers."""
+    """The mask is copied to the host once, with the positions and before the layers."""
     ids, model = torch.cat(TEXTS)[None], tiny_llama("distca").double()
     mask, layer = NUMBERS.clone(), model.model.layers[1]
     plain = layer.forward

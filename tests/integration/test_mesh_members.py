@@ -39,7 +39,9 @@ def count_new_groups(rank: int, names: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("names", [("dp_replicate", "fsdp"), ("dp", "tp")])
-def test_configuring_again_makes_no_groups(rank_pool: RankPools, names: tuple[str, ...]) -> None:
+def test_configuring_the_same_mesh_again_makes_no_process_groups(
+    rank_pool: RankPools, names: tuple[str, ...]
+) -> None:
     for counts in rank_pool(4)(count_new_groups, names):
         assert counts == [2, 0, 0]  # one for dispatch and return, one for planning
 
@@ -96,7 +98,9 @@ def catch_mesh_refusal(rank: int, names: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")]
 )
-def test_other_dimensions_are_refused_by_name(rank_pool: RankPools, names: tuple[str, ...]) -> None:
+def test_unsupported_mesh_dimensions_are_refused_by_name(
+    rank_pool: RankPools, names: tuple[str, ...]
+) -> None:
     name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
     for message in rank_pool(4)(catch_mesh_refusal, names):
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message

@@ -196,7 +196,7 @@ def test_columns_that_contradict_a_row_or_cannot_be_read_are_refused(
         pack_row({"input_ids": IDS, **columns})
 
 
-# Numeric columns that some model may take, known or not.
+# Numeric columns that models take or may take.
 NUMBERS: dict[str, Any] = {
     "token_type_ids": [0] * 8,
     "pixel_values": torch.ones(3, 2, 2),

@@ -26,7 +26,7 @@ RANKS = 2
 
 
 class Run(NamedTuple):
-    """A training on one rank: losses and gradient norms, first tokens of items by micro-batch, and
+    """A training on one rank: losses, gradient norms, first tokens of items by micro-batch, and
     sent bytes.
     """
 
@@ -178,7 +178,7 @@ def test_placed_items_have_the_losses_of_one_process(rank_pool: RankPools, name:
     for run in ranks:
         assert run.losses == pytest.approx(alone, rel=1e-5, abs=1e-6)
     together = [first + second for first, second in zip(*(run.read for run in ranks), strict=True)]
-    # KTO computes KL within a micro-batch, so items keep their micro-batch.
+    # With KTO, items stay in their micro-batch, because the KL term is computed within it.
     within = 1 if name.startswith("KTO, acc") else changes.get("gradient_accumulation_steps", 1)
     assert group_by_step(together, within) == group_by_step(read, within)
     placed = sum(

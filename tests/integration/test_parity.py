@@ -70,7 +70,7 @@ def sum_losses(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int)
 
 
 @cache
-def run_documents_alone(
+def run_alone(
     documents: tuple[int, ...], key_value_heads: int, dtype: torch.dtype
 ) -> tuple[float, dict, dict]:
     """Return loss, logits by document and gradients by parameter, with each document alone.
@@ -129,7 +129,7 @@ def run_balanced(
     return float(total), [piece.detach() for piece in pieces], grads, session.meter.sent_bytes
 
 
-def measure_relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+def measure_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
 
 
@@ -142,14 +142,14 @@ def check(
     tolerance: float,
 ) -> None:
     documents = tuple(sorted({d for rank in parts for d, _, _ in rank}))
-    loss, logits, grads = run_documents_alone(documents, heads, torch.float64)
+    loss, logits, grads = run_alone(documents, heads, torch.float64)
     results = pool(run_balanced, parts, heads, dtype, kernel)
     for rank, (total, pieces, rank_grads, _) in enumerate(results):
         assert total == pytest.approx(loss, rel=tolerance)
         for piece, (d, a, b) in zip(pieces, parts[rank], strict=True):
-            assert measure_relative_error(piece, logits[d][a:b]) <= tolerance
+            assert measure_error(piece, logits[d][a:b]) <= tolerance
         for name, grad in rank_grads.items():
-            assert measure_relative_error(grad, grads[name]) <= tolerance, name
+            assert measure_error(grad, grads[name]) <= tolerance, name
     if pool.world_size > 1:
         assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
 

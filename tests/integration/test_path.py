@@ -1,4 +1,4 @@
-"""The calls from collator to kernel are those in docs/architecture.md, and few in number."""
+"""The calls from collator to kernel are those in docs/architecture.md, and are bounded."""
 
 from __future__ import annotations
 

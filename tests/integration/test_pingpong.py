@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import (
-    LENGTHS,
-    build_model,
-    draw_tokens,
-    measure_relative_error,
-    run_documents_alone,
-    sum_losses,
-)
+from test_parity import LENGTHS, build_model, draw_tokens, measure_error, run_alone, sum_losses
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -145,13 +138,13 @@ def test_training_in_ping_pong_equals_documents_alone(
 
 def check_exact(results: list[tuple[Any, ...]], documents: tuple[int, ...]) -> None:
     """Compare the results of `run_step` on all ranks with each document alone."""
-    loss, logits, grads = run_documents_alone(documents, 2, torch.float64)
+    loss, logits, grads = run_alone(documents, 2, torch.float64)
     for total, pieces, rank_grads, *_ in results:
         assert total == pytest.approx(loss, rel=1e-9)
         for d, piece in pieces.items():
-            assert measure_relative_error(piece, logits[d]) <= 1e-9
+            assert measure_error(piece, logits[d]) <= 1e-9
         for name, grad in rank_grads.items():
-            assert measure_relative_error(grad, grads[name]) <= 1e-9, name
+            assert measure_error(grad, grads[name]) <= 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -169,9 +162,7 @@ def check_exact(results: list[tuple[Any, ...]], documents: tuple[int, ...]) -> N
 def test_checkpoint_around_the_whole_model_is_exact(
     rank_pool: RankPools, ping_pong: bool, layers: bool | None, around: bool
 ) -> None:
-    """If the checkpoint is not reentrant, the recompute reuses the mask of the forward and repeats
-    nothing.
-    """
+    """Unless the checkpoint is reentrant, the recompute reuses the mask and repeats nothing."""
     plain, results = (
         rank_pool(3)(run_step, "skewed", *where, {"ping_pong": ping_pong})
         for where in ((None, False, None), (layers, False, around))
@@ -230,7 +221,7 @@ def test_layer_hooks_and_hidden_states_see_one_call_per_layer(rank_pool: RankPoo
         for one, other in zip(
             (*hidden, *grads.values()), (*plain[0], *plain[1].values()), strict=True
         ):
-            assert measure_relative_error(one, other.double()) <= 1e-9
+            assert measure_error(one, other.double()) <= 1e-9
         assert layer_calls == plain[2]
         assert len(projected) == 2
         assert sum(projected) == plain[3][0]
@@ -289,9 +280,7 @@ def test_training_through_a_cached_prefix_is_the_same_in_ping_pong(
 def train_with_checkpoints(
     rank: int, placement: str, reentrant: bool | None, ping_pong: bool, part: str
 ) -> tuple[Any, ...]:
-    """Train with a checkpoint around a part of each layer; return results, counts and runs of the
-    part.
-    """
+    """Train with a checkpoint around a part of each layer; return results, counts and runs."""
     configure(kernel="reference", ping_pong=ping_pong)
     rows = PLACEMENTS[placement][rank]
     model = build_model(2, "distca", torch.float64)
@@ -331,9 +320,9 @@ def test_checkpoints_around_parts_of_layers_repeat_no_exchange(
     for (logits, grads, counts, runs), (plain_logits, plain_grads, plain_counts, plain_runs) in zip(
         found, plain, strict=True
     ):
-        assert measure_relative_error(logits, plain_logits) <= 1e-9
+        assert measure_error(logits, plain_logits) <= 1e-9
         for name, grad in grads.items():
-            assert measure_relative_error(grad, plain_grads[name]) <= 1e-9, name
+            assert measure_error(grad, plain_grads[name]) <= 1e-9, name
         assert counts[1:] == plain_counts[1:]
         assert runs == 2 * plain_runs, "nothing was recomputed, so nothing was tested"
     assert found[0][2][1] == (2 if part == "mlp" else 1) * 2 * 2
@@ -386,9 +375,7 @@ class Broken(torch.nn.Module):
 
 
 def run_failing_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]:
-    """Run a step whose second half fails; return its traceback, and logits of later steps with and
-    without ping-pong.
-    """
+    """Run a step whose second half fails; return its traceback, and logits of two later steps."""
     configure()
     model = build_model(2, "distca", torch.float64)
     batch = make_batch(PLACEMENTS["skewed"][rank])
@@ -414,7 +401,7 @@ def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: RankP
         assert names[-1] == "forward"
         assert "run_nano_batches" in names
         assert grad_enabled
-        assert measure_relative_error(after, plain) <= 1e-9
+        assert measure_error(after, plain) <= 1e-9
 
 
 def train_sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, int]:
@@ -436,7 +423,7 @@ def train_sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Te
 def test_layer_whose_attention_is_an_fsdp_unit_stays_whole(rank_pool: RankPools, part: str) -> None:
     found = (rank_pool(3)(train_sharded_parts, part, cut) for cut in (True, False))
     for (got, calls), (want, whole) in zip(*found, strict=True):
-        assert measure_relative_error(got, want.double()) <= 1e-6
+        assert measure_error(got, want.double()) <= 1e-6
         assert calls == (whole if part == "self_attn" else 2 * whole)
 
 

@@ -129,7 +129,7 @@ def check_placement(
 ACCUMULATED = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
 
-def test_placed_rows_on_two_ranks_keep_steps(rank_pool: RankPools) -> None:
+def test_placed_rows_stay_in_their_optimizer_step_on_two_ranks(rank_pool: RankPools) -> None:
     """Two ranks read seven rows in two epochs; the last step is short, and is filled up."""
     check_placement(partial(rank_pool(2), train), 1, 7, **ACCUMULATED)
 
@@ -152,7 +152,9 @@ def test_rows_on_a_single_node_stay_in_order(capfd: pytest.CaptureFixture[str]) 
     ],
     ids=["accumulation", "batches", "split batches", "drop last", "in order", "generator"],
 )
-def test_placed_rows_on_two_nodes_keep_steps(rank_pool: RankPools, changes: dict[str, Any]) -> None:
+def test_placed_rows_stay_in_their_optimizer_step_on_two_nodes(
+    rank_pool: RankPools, changes: dict[str, Any]
+) -> None:
     check_placement(partial(rank_pool(4), train), 2, 27, **changes)
 
 
@@ -321,8 +323,8 @@ def test_place_rows_on_a_trainer_refuses_arguments_and_a_second_call() -> None:
 
 
 def catch_refusals(rank: int) -> list[str]:
-    """Return the errors for rows that differ between ranks, a loader that reads for one rank, and
-    changed rows.
+    """Return the errors for rows that differ between ranks, a loader for one rank, and changed
+    rows.
     """
     said = []
     PartialState(cpu=True)

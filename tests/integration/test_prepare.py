@@ -1,4 +1,4 @@
-"""`hf_distca.prepare` gives distca the model of a custom loop, without the call stack."""
+"""`hf_distca.prepare` registers the model of a custom loop, without the call stack."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class OnAMesh:
 
 
 def train_on_a_mesh(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
-    """Train on a tensor-parallel mesh; return the size of the attention group, whether layers are
-    cut, and the numbers of groups made before and in all.
+    """Train on a tensor-parallel mesh; return the group size, whether layers are cut, and groups
+    made.
     """
     hf_distca.configure(settings(ping_pong=True))
     model = tiny_llama("distca")

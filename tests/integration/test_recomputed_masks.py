@@ -1,6 +1,4 @@
-"""The recompute of a checkpoint reuses the masks of its forward, and frees them with the
-checkpoint.
-"""
+"""The recompute of a checkpoint reuses the masks of the forward, which go with the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
 
 class Masked:
-    """A computation that makes two masks, each of the next of `lengths`."""
+    """A computation that makes two masks; their lengths are the next two of `lengths`."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = iter(lengths or [7, 7] * 9)

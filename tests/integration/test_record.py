@@ -60,9 +60,7 @@ class Warns(TrainerCallback):
 
 
 def make_data() -> list[dict[str, Any]]:
-    """Make rows: rank 0 has long documents, rank 1 has short ones, and the fourth step is the
-    worst.
-    """
+    """Make rows: long documents on rank 0, short ones on rank 1; the worst step is the fourth."""
     lengths = [
         ((96,), (24, 24, 24, 24)) if step != 3 else ((192,), (24,) * 8) for step in range(STEPS)
     ]
@@ -202,9 +200,7 @@ def test_a_record_costs_no_collective_and_no_operation(
 def test_report_counts_tokens_once_and_draws_pieces_as_long_as_bars(
     tmp_path: Path, parts: list[tuple[int, int | None, list[list[int]]]], tokens: list[int]
 ) -> None:
-    """Plans of different kinds of layers have the same tokens. A rank of half the speed takes twice
-    as long.
-    """
+    """Layers of different kinds plan the same tokens, and slow ranks have longer bars."""
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
     recorder = begin_record(tmp_path, 0, history)
     plans = []
@@ -260,8 +256,7 @@ def test_run_without_a_writable_record_continues(rank_pool: RankPools, tmp_path:
 
 
 def capture_console(rank: int, folder: str, full: bool) -> tuple[str, bool]:
-    """Train without set-up logging; return the console, and whether the filters of the logger are
-    gone.
+    """Train without set-up logging; return the console, and whether the logger has no filters.
 
     If `full`, the disk of rank 0 is full.
     """

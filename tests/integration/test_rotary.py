@@ -240,7 +240,7 @@ def test_rows_after_a_share_have_the_logits_of_sdpa(kind: tuple[str, str]) -> No
 
 
 def run_parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
-    """Run two documents of 20 tokens, or halves of two, on each rank; compare logits or return the
+    """Run two documents of 20 tokens, or two halves, on each rank; compare logits or return the
     error.
     """
     hf_distca.configure(settings())

@@ -75,9 +75,7 @@ def train_under_name(rank: int, name: str, standing_in: bool) -> tuple[list[floa
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpa"])
 def test_instead_of_runs_distca_under_the_given_name(rank_pool: RankPools, name: str) -> None:
-    """flash-attn is not installed where this test runs, so transformers must not look for
-    flash-attn.
-    """
+    """flash-attn is not installed for this test, so transformers must not look for it."""
     plain = rank_pool(2)(train_under_name, "sdpa", False)
     ours = rank_pool(2)(train_under_name, name, True)
     for (wanted, without, _), (got, figures, seen) in zip(plain, ours, strict=True):

@@ -1,6 +1,4 @@
-"""A teacher on shares is exact under distca in evaluation mode. A teacher that would see only a
-part of a document is refused.
-"""
+"""A teacher in evaluation mode is exact on shares, or is refused if it sees parts of documents."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ def test_trainer_has_the_losses_of_sdpa_and_logs_balance(rank_pool: RankPools, w
 
 
 def train_with_reporter(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train with a reporter before distca's callback; return the log history and the reporter's
-    logs.
-    """
+    """Train with a reporter before distca's callback; return the log history and reported logs."""
     reporter = Reporter()
     trainer = make_trainer(
         "distca",
@@ -154,9 +152,7 @@ def test_callback_without_a_handler_warns_that_reporters_miss_the_figures(
 
 
 def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
-    """Evaluate, train and predict; return dispatches of each, the log, and whether the session
-    stayed.
-    """
+    """Evaluate, train and predict; return dispatches, the log, and whether the session stayed."""
     callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
     hf_distca.configure()  # what another run left
     trainer = make_trainer(

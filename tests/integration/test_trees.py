@@ -184,7 +184,7 @@ class TorchKernel:
 
 
 class Rollouts:
-    """A rollout worker with ready rollouts; it drops new weights."""
+    """A rollout worker with ready rollouts, which drops new weights."""
 
     def __init__(self) -> None:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
