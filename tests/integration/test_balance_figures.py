@@ -51,20 +51,20 @@ def read_metrics(rank: int, implementation: str, gather: bool) -> list[Metrics]:
 @pytest.mark.parametrize("gather", [True, False])
 def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gather: bool) -> None:
     ours = rank_pool(2)(read_metrics, "distca", gather)
-    for before, trained, again, more, anew in ours:
+    for before, trained, again, more, reset in ours:
         assert before.figures() == {}
         assert trained.balance == again.balance
-        assert trained.figures().keys() == anew.figures().keys() == FIGURES
+        assert trained.figures().keys() == reset.figures().keys() == FIGURES
         assert (again - trained).figures() == {}
         counted = (
             trained.balance.micro_batches,
             more.balance.micro_batches,
-            anew.balance.micro_batches,
+            reset.balance.micro_batches,
         )
         assert counted == ((2, 4, 2) if gather else (1, 3, 1)), (
             "without gather=True, the newest micro-batch is not measured yet"
         )
-        assert (anew - more) == anew, "configure starts new sums, so nothing is subtracted"
+        assert (reset - more) == reset, "configure starts new sums, so nothing is subtracted"
         figures = (more - again).figures()
         assert figures.keys() == FIGURES
         assert figures["distca/imbalance_estimated_before"] > 1.5
