@@ -20,7 +20,6 @@ echo $oldest
     --ignore tests/integration/test_loaders.py --ignore tests/integration/test_log_rows.py \
     --deselect "tests/integration/test_rotary.py::test_rows_after_a_share_have_the_logits_of_sdpa[llama dynamic]" \
     --ignore tests/kernels/test_kernels_of_families.py \
-    --deselect tests/integration/test_foreign_models.py::test_bidirectional_blocks_are_refused_when_present \
     --deselect tests/integration/test_record.py::test_resumed_run_appends_to_its_record
 for engine in FSDP1 "DDP, torch.compile"; do
     "$environment/bin/python" tests/engines/matrix.py --quick --engine "$engine"
