@@ -193,5 +193,5 @@ def catch_zeros_on_one_rank(rank: int) -> str:
 
 def test_refused_zeros_on_one_rank_raise_on_all_ranks(rank_pool: RankPools) -> None:
     assert all(
-        "zeros between the tokens" in error for error in rank_pool(2)(catch_zeros_on_one_rank)
+        "zeros inside a document" in error for error in rank_pool(2)(catch_zeros_on_one_rank)
     )
