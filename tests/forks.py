@@ -92,9 +92,9 @@ def _begin(
         traceback.print_exc()
         sys.last_value = error
         code = 1
-    # A fork ends without exit functions and without the end of the interpreter, which would hide
-    # threads of gloo that are late or wait for ever. If no thread is left, the end of the
-    # interpreter takes half a second and shows nothing.
+    # A fork ends without exit functions and without the end of the interpreter, so run both here:
+    # they show threads of gloo that are late or wait forever. If no thread is left, skip the end
+    # of the interpreter, which takes half a second.
     if _has_one_thread():
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -16,7 +16,7 @@ from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the live storages that operations returned, and their peak."""
+    """Counts the bytes of live storages that operations returned, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,8 +47,7 @@ def printed(page: str) -> list[tuple[list[str], str]]:
 
 
 def on_a_page(command: str) -> str:
-    """Return the command, after a check that a page has exactly this command: tests so name what
-    they run.
+    """Check that a page has exactly this command, and return it.
 
     Raises:
         AssertionError: if no page has it.

@@ -208,11 +208,11 @@ def test_plan_estimates_by_the_costs_of_deal_by_default(tmp_path: Path) -> None:
     planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json")
     assert dealt.stdout.splitlines()[0] == planned.stdout.splitlines()[0]
     for line in ("imbalance of seconds", "slowest rank, estimated"):
-        told = [
+        shown = [
             [text for text in result.stdout.splitlines() if line in text]
             for result in (dealt, planned)
         ]
-        assert told[0] == told[1] != []
+        assert shown[0] == shown[1] != []
 
 
 def test_nano_batches_share_no_document(tmp_path: Path) -> None:

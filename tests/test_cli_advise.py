@@ -144,9 +144,7 @@ def test_lengths_come_from_the_lines_of_a_jsonl_file(tmp_path: Path) -> None:
 def test_texts_are_counted_with_the_given_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts come from lines, and from a saved dataset with another column name. The command is that
-    of the page.
-    """
+    """Texts come from lines, or from a column of a saved dataset that has another name."""
     datasets = pytest.importorskip("datasets")
     words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -209,7 +207,7 @@ def test_lengths_of_a_saved_dataset_exclude_cached_files(tmp_path: Path) -> None
         ),
     ],
 )
-def test_bad_input_of_advise_is_one_line(
+def test_bad_input_of_advise_is_a_one_line_error(
     tmp_path: Path, content: object, options: str, message: str
 ) -> None:
     file = write(tmp_path / "lengths.json", content)

@@ -17,8 +17,7 @@ from pages import ROOT
 
 FOLDER = ROOT / "benchmarks" / "eight_gpus"
 README = (FOLDER / "README.md").read_text()
-# One arm lets documents attend to earlier ones on the same rank. Another arm dies while it is
-# timed.
+# One arm lets documents attend to earlier ones on the same rank. Another dies while timed.
 FAULTY = """
 import os, sys
 sys.path.insert(0, {folder!r})

@@ -127,7 +127,7 @@ def test_second_call_runs_only_the_parts_that_are_left(tmp_path: Path) -> None:
         assert figures(tmp_path, part)["passed"], part
     assert figures(tmp_path, "trainer")["cases"]["distca, DDP"]["passed"]
     assert figures(tmp_path, "ranks")["ranks"]["2"]["passed"]
-    text = page(tmp_path)
+    text = write_page(tmp_path)
     assert text.count("\n## ") == len(PARTS)
 
 
@@ -136,7 +136,7 @@ def test_list_option_prints_every_part(tmp_path: Path) -> None:
     assert [line.split()[0] for line in printed.splitlines()] == [*PARTS, "together"]
 
 
-def page(folder: Path) -> str:
+def write_page(folder: Path) -> str:
     made = folder / "page.md"
     *command, figures = words_of("python benchmarks/gpu/report.py gpu_figures")
     scripts.run([*command, str(folder), "--output", str(made), "--note", "A note."], folder)
@@ -146,7 +146,7 @@ def page(folder: Path) -> str:
 
 def test_page_has_the_parts_that_ran(folder: Path) -> None:
     figures(folder, "parity")
-    text = page(folder)
+    text = write_page(folder)
     assert "\n## " in text
     assert "A note." in text
     assert "run_all.py" in text

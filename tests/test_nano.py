@@ -33,9 +33,7 @@ SHAPE = AttentionShape(HEADS, HEADS, WIDTH, WIDTH, 8)
 
 
 def make_plans() -> tuple[list[nano.Task], list[Plan]]:
-    """Make the plan of the example, the same plan for the library, and the plan of the library's
-    scheduler.
-    """
+    """Make the plan of the example, the same plan for the library, and the scheduler's plan."""
     documents = [
         nano.Task(home, sum(lengths[:number]), 0, length, home)
         for home, lengths in enumerate(nano.DOCUMENTS)
@@ -62,9 +60,7 @@ def attend_by_library(
 
 
 def find_errors(rank: int) -> list[float]:
-    """Return the largest differences between the library's outputs and gradients and those of the
-    example.
-    """
+    """Return the largest differences of outputs and gradients between library and example."""
     generator = torch.Generator().manual_seed(rank)
     shape = 4, sum(nano.DOCUMENTS[rank]), HEADS, WIDTH
     *inputs, gradient = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -86,8 +86,8 @@ def test_configuration_class_of_axolotl_keeps_the_distca_settings() -> None:
     assert values == {"distca": {"ping_pong": True, "tokens_per_rank": 16384}}
 
 
-class LikeAxolotls(Trainer):
-    """A Trainer that, like axolotl's, omits a flag that a loss over all ranks needs."""
+class AxolotlTrainer(Trainer):
+    """Omits, like axolotl's Trainer, a flag that a loss over all ranks needs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +105,7 @@ def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_dis
     arguments = TrainingArguments(**{**COMMON, "output_dir": folder, **of_axolotl})
     data = Dataset.from_dict({"input_ids": documents(200, 7, 33, 90, 64, 12, 150)})
     callbacks = found.add_callbacks_pre_trainer(config, model)
-    trainer = LikeAxolotls(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer = AxolotlTrainer(model, arguments, train_dataset=data, callbacks=callbacks)
     found.post_trainer_create(config, trainer)
     trainer.train()
     return losses(trainer), callbacks[0].config

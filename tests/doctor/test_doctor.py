@@ -36,7 +36,7 @@ from scripts import run as run_script
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def bad(findings: Sequence[Finding]) -> list[Finding]:
+def list_bad(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.state == "bad"]
 
 
@@ -84,7 +84,7 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_without_flash_attn_the_doctor_advises_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_advises_to_install_a_missing_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The findings name the reason why the faster kernel does not run. With a softcap, only the
     slow reference kernel is left.
     """
@@ -185,9 +185,7 @@ def exchange_here(has: dict[str, str]) -> list[Finding]:
 
 
 def exchange_without_pickle(rank: int) -> tuple[list[Finding], list[Finding]]:
-    """Exchange with unpickling disabled: a pickle runs its sender's code in the process that reads
-    it.
-    """
+    """Exchange with unpickling disabled: a pickle runs code in the process that reads it."""
     has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed_c10d, "_unpickler", None)
@@ -197,10 +195,10 @@ def exchange_without_pickle(rank: int) -> tuple[list[Finding], list[Finding]]:
 def test_ranks_of_a_launcher_compare_their_versions(rank_pool: Callable[[int], RankPool]) -> None:
     for unequal, equal in rank_pool(2)(exchange_without_pickle):
         assert unequal[0].value == "2 ranks on 1 node, 2 on each"
-        assert [(one.name, one.value) for one in bad(unequal)] == [
+        assert [(one.name, one.value) for one in list_bad(unequal)] == [
             ("numpy", "differs: 2.1.0 on rank 0, 2.4.6 on rank 1")
         ]
-        assert not bad(equal)
+        assert not list_bad(equal)
         assert equal[-1].name == "exchange over gloo"
         assert "ms for 4 MB from each rank to each other" in equal[-1].value
 

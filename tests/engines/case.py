@@ -81,8 +81,8 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """Count the core attention calls of a rank: two for each layer that runs in halves, and as
-        many again for each recompute.
+        """Count the core attention calls of a rank: one for each layer, two in ping-pong, and as
+        many again for recomputes.
         """
         passes = 1 if self.checkpointing == "off" else 2
         return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
-# Operations that kernels use, too. Outputs of kernels and of the rest of the layer that a policy
-# saves must not get mixed up.
+# Kernels use these operations, too. Their outputs must not get mixed up with those of the rest of
+# the layer that a policy saves.
 ARITHMETIC = MATMULS | {
     aten.mul.Tensor,
     aten.add.Tensor,

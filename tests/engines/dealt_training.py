@@ -141,10 +141,10 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
         outputs = [output]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(outputs)
-        losses, model, dataset = (_loop if case.client == "loop" else _trainer)(
+        losses, model, dataset = (_train_loop if case.client == "loop" else _run_trainer)(
             case, Path(folder), outputs[0]
         )
-        weights = _weights(model)
+        weights = _gather_weights(model)
         if dist.get_world_size() > 1:
             dist.barrier()
     items = (
@@ -159,7 +159,7 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
     return Run(losses, weights, spanning) if rank == 0 else None
 
 
-def _model(case: Case, folder: Path) -> PreTrainedModel:
+def _load_model(case: Case, folder: Path) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if case.engine == "FSDP2":
         from transformers.distributed import DistributedConfig
@@ -178,7 +178,7 @@ def _model(case: Case, folder: Path) -> PreTrainedModel:
     ).train()
 
 
-def _shares(case: Case, model: Any, folder: Path) -> Any:
+def _make_shares(case: Case, model: Any, folder: Path) -> Any:
     from datasets import load_from_disk
 
     documents = load_from_disk(str(folder / "tokens"))
@@ -194,7 +194,7 @@ def _tokens_per_rank(case: Case) -> int:
     return TOKENS // case.ranks // case.accumulation
 
 
-def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
+def _run_trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
     options = {
         **COMMON,
         "output_dir": output,
@@ -241,7 +241,7 @@ def _make_trainer(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
         options |= {"max_length": None, "lr_scheduler_type": "linear"}
         more = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     arguments = kinds[1](**options)
-    model = _model(case, folder)
+    model = _load_model(case, folder)
     trainer = kinds[0](
         model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more
     )
@@ -250,7 +250,7 @@ def _make_trainer(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
+def _train_loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
     """Train in a loop with accelerate."""
     from accelerate import Accelerator
     from transformers import get_scheduler
@@ -258,10 +258,10 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16" if case.precision == "bf16" else "no"
     )
-    model = _model(case, folder)
+    model = _load_model(case, folder)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
-    shares = _shares(case, model, folder)
+    shares = _make_shares(case, model, folder)
     loader = DataLoader(
         shares, batch_size=1, collate_fn=hf_distca.PackingCollator(), num_workers=case.workers
     )
@@ -290,7 +290,7 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
     return losses, model, shares
 
 
-def _weights(model: Any) -> dict[str, torch.Tensor]:
+def _gather_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return the trained weights, unsharded, under their names in the model without an engine."""
     found = {}
     for name, parameter in model.named_parameters():

@@ -83,7 +83,7 @@ Waiting = Callable[..., list[Any]]
 def run_alone(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run two new ranks and return their results."""
     with closing(RankPool(2)) as pool:
-        if function is not makes_no_group:
+        if function is not make_no_group:
             pool(warm_up)
         return pool(function, *args)
 
@@ -98,15 +98,15 @@ def waiting() -> Iterator[Waiting]:
         yield lambda *case: started[case].result() if case in started else run_alone(*case)
 
 
-def skips_a_forward(rank: int) -> Found:
+def skip_a_forward(rank: int) -> Found:
     configure()
     model = tiny_llama("distca")
     step(model, rank)
     return run_until_error(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
 
 
-def test_rank_that_skips_a_forward_is_silent_in_the_error_of_the_other(waiting: Waiting) -> None:
-    waited, _ = waiting(skips_a_forward)
+def test_skipped_forward_ends_the_waiting_rank_in_an_error(waiting: Waiting) -> None:
+    waited, _ = waiting(skip_a_forward)
     check_desync(
         waited,
         f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while planning micro-batch 2",
@@ -115,7 +115,7 @@ def test_rank_that_skips_a_forward_is_silent_in_the_error_of_the_other(waiting: 
     )
 
 
-def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
+def train_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
     configure(ping_pong=ping_pong)
     model = tiny_llama("distca", layers=1 if rank == fewer else 2)
     return run_until_error(lambda: (step(model, rank), step(model, rank)))
@@ -129,8 +129,10 @@ def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
         *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False))),
     ],
 )
-def test_rank_with_fewer_layers_ends_both(waiting: Waiting, ping_pong: bool, fewer: int) -> None:
-    results = waiting(has_fewer_layers, ping_pong, fewer)
+def test_fewer_layers_on_one_rank_end_both_in_an_error(
+    waiting: Waiting, ping_pong: bool, fewer: int
+) -> None:
+    results = waiting(train_fewer_layers, ping_pong, fewer)
     for rank, found in enumerate(results):
         check_desync(found)
         waited = rf"rank {rank} (waited up to|was waiting for the .* when a connection among ranks)"
@@ -142,7 +144,7 @@ def test_rank_with_fewer_layers_ends_both(waiting: Waiting, ping_pong: bool, few
     assert f"rank {1 - fewer} waited in vain while waiting for the" in less[1], less
 
 
-def skips_a_backward(rank: int) -> Found:
+def skip_a_backward(rank: int) -> Found:
     configure()
     model = tiny_llama("distca")
     if rank == 1:
@@ -150,8 +152,8 @@ def skips_a_backward(rank: int) -> Found:
     return run_until_error(lambda: step(model, rank))
 
 
-def test_rank_that_skips_a_backward_is_named_by_the_rank_that_waits(waiting: Waiting) -> None:
-    results = waiting(skips_a_backward)
+def test_skipped_backward_ends_both_ranks_in_an_error(waiting: Waiting) -> None:
+    results = waiting(skip_a_backward)
     check_desync(
         results[0],
         "of layer 1 of micro-batch 1",
@@ -165,7 +167,7 @@ def test_rank_that_skips_a_backward_is_named_by_the_rank_that_waits(waiting: Wai
     )
 
 
-def skips_a_backward_without_messages(rank: int) -> tuple[Found, int]:
+def skip_a_backward_without_messages(rank: int) -> tuple[Found, int]:
     configure(tolerance=0.1, timeout_seconds=PATIENCE)
     model = tiny_llama("distca")
     loss = model(**batch(rank), use_cache=False).loss
@@ -174,10 +176,10 @@ def skips_a_backward_without_messages(rank: int) -> tuple[Found, int]:
     return run_until_error(lambda: step(model, rank)), current_session().meter.sent_bytes
 
 
-def test_exchanges_without_messages_count_in_the_comparison_of_ranks(
+def test_exchanges_without_messages_are_counted_and_compared(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    results = rank_pool(3)(skips_a_backward_without_messages)
+    results = rank_pool(3)(skip_a_backward_without_messages)
     assert results[2][1] == 0
     for found, _ in results:
         check_desync(
@@ -188,7 +190,7 @@ def test_exchanges_without_messages_count_in_the_comparison_of_ranks(
         )
 
 
-def differs(rank: int, what: str) -> Found:
+def differ(rank: int, what: str) -> Found:
     odd = rank == 1
     configure(
         timeout_seconds=PATIENCE,
@@ -236,11 +238,11 @@ def differs(rank: int, what: str) -> Found:
 def test_difference_between_ranks_is_an_error_while_planning(
     rank_pool: Callable[[int], RankPool], what: str, text: str
 ) -> None:
-    for found in rank_pool(2)(differs, what):
+    for found in rank_pool(2)(differ, what):
         check_desync(found, text.format("micro-batch 1"), within=PATIENCE)
 
 
-def sleeps(rank: int) -> Found:
+def sleep(rank: int) -> Found:
     configure()
     model = tiny_llama("distca")
     if rank == 1:
@@ -248,15 +250,15 @@ def sleeps(rank: int) -> Found:
     return run_until_error(lambda: step(model, rank))
 
 
-def test_rank_that_sleeps_past_the_timeout_ends_both_ranks(waiting: Waiting) -> None:
-    awake, asleep = waiting(sleeps)
+def test_sleep_past_the_timeout_ends_both_ranks_in_an_error(waiting: Waiting) -> None:
+    awake, asleep = waiting(sleep)
     check_desync(awake, "rank 0 waited", "of layer 1 of micro-batch 1", "rank 1 is silent")
     check_desync(
         asleep, "of layer 1 of micro-batch 1", "rank 0 waited in vain", within=TIMEOUT + 1 + SLACK
     )
 
 
-def raises(rank: int, direction: str, culprit: int) -> Found:
+def raise_in_a_kernel(rank: int, direction: str, culprit: int) -> Found:
     configure(timeout_seconds=PATIENCE)
     model = tiny_llama("distca")
 
@@ -273,7 +275,7 @@ def raises(rank: int, direction: str, culprit: int) -> Found:
 def test_error_in_a_kernel_is_named_on_the_other_rank(
     rank_pool: Callable[[int], RankPool], direction: str, culprit: int
 ) -> None:
-    results = rank_pool(2)(raises, direction, culprit)
+    results = rank_pool(2)(raise_in_a_kernel, direction, culprit)
     layer = 0 if direction == "forward" else 1
     assert results[culprit][:2] == ("KernelError", "out of luck")
     check_desync(
@@ -285,26 +287,26 @@ def test_error_in_a_kernel_is_named_on_the_other_rank(
     )
 
 
-def evaluates(rank: int) -> list[Found]:
+def evaluate(rank: int) -> list[Found]:
     configure()
     model = tiny_llama("distca")
     if rank == 0:
         return [run_until_error(lambda: step(model, rank))]
     model.eval()
-    run_alone = run_until_error(lambda: model(**batch(rank), use_cache=False))
+    alone = run_until_error(lambda: model(**batch(rank), use_cache=False))
     time.sleep(TIMEOUT + 1)
     model.train()
-    return [run_alone, run_until_error(lambda: step(model, rank))]
+    return [alone, run_until_error(lambda: step(model, rank))]
 
 
-def test_rank_that_evaluates_alone_ends_the_rank_that_trains(waiting: Waiting) -> None:
-    (trains,), (run_alone, late) = waiting(evaluates)
+def test_training_rank_ends_in_an_error_while_another_evaluates(waiting: Waiting) -> None:
+    (trains,), (alone, late) = waiting(evaluate)
     check_desync(trains, "while planning micro-batch 1", "rank 1 is silent")
-    assert run_alone[0] == "", "evaluation needs no other rank"
+    assert alone[0] == "", "evaluation needs no other rank"
     check_desync(late, "rank 0 waited in vain while planning micro-batch 1", within=SLACK)
 
 
-def gives_bad_positions(rank: int, ping_pong: bool) -> Found:
+def give_bad_positions(rank: int, ping_pong: bool) -> Found:
     configure(ping_pong=ping_pong, timeout_seconds=PATIENCE)
     model = tiny_llama("distca")
     data = batch(rank)
@@ -315,8 +317,10 @@ def gives_bad_positions(rank: int, ping_pong: bool) -> Found:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_bad_batch_ends_both_ranks(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
-    waits, bad = rank_pool(2)(gives_bad_positions, ping_pong)
+def test_bad_batch_on_one_rank_ends_both_in_an_error(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
+    waits, bad = rank_pool(2)(give_bad_positions, ping_pong)
     assert bad[0] == "LayoutError"
     assert bad[1].startswith("rank 1: position_ids[0, 17] is -5")
     check_desync(
@@ -328,23 +332,23 @@ def test_bad_batch_ends_both_ranks(rank_pool: Callable[[int], RankPool], ping_po
     )
 
 
-def makes_no_group(rank: int) -> Found:
+def make_no_group(rank: int) -> Found:
     hf_distca.configure(hf_distca.DistCAConfig(timeout_seconds=TIMEOUT))
     return run_until_error(current_session().join_group) if rank == 0 else ("", "", 0.0)
 
 
-def test_rank_that_never_trains_ends_the_other_while_making_the_group(waiting: Waiting) -> None:
+def test_missing_rank_ends_the_making_of_the_group_in_an_error(waiting: Waiting) -> None:
     error = f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while making their attention group"
-    check_desync(waiting(makes_no_group)[0], error)
+    check_desync(waiting(make_no_group)[0], error)
 
 
 # Cases of the default run that end only with a timeout. While they wait, they use no processor.
 WAITING = [
-    (skips_a_forward,),
-    (has_fewer_layers, False, 0),
-    (has_fewer_layers, True, 1),
-    (skips_a_backward,),
-    (sleeps,),
-    (evaluates,),
-    (makes_no_group,),
+    (skip_a_forward,),
+    (train_fewer_layers, False, 0),
+    (train_fewer_layers, True, 1),
+    (skip_a_backward,),
+    (sleep,),
+    (evaluate,),
+    (make_no_group,),
 ]

@@ -47,7 +47,7 @@ def train(
     return losses(trainer), dispatches()
 
 
-def files(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     """List all files except the record of the run."""
     return {
         str(path.relative_to(folder))
@@ -71,7 +71,7 @@ def test_a_run_resumes_under_another_attention_implementation(
         assert moved > 0
         assert ours == pytest.approx(theirs, rel=1e-4)
 
-    assert files(folders["distca"]) == files(folders["sdpa"])
+    assert list_files(folders["distca"]) == list_files(folders["sdpa"])
     for at in ("checkpoint-3", "checkpoint-6", "."):
         saved = {
             name: load_file(folder / at / "model.safetensors") for name, folder in folders.items()

@@ -39,20 +39,20 @@ LIMIT = 200.0  # seconds for each command
 
 
 @cache
-def losses_of_one_process() -> list[float]:
+def train_one_process() -> list[float]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
     }
     script = [sys.executable, str(Path(__file__).with_name("trains_on_nodes.py"))]
-    return losses_in(
+    return parse_losses(
         subprocess.run(
             script, env=environment, check=True, capture_output=True, text=True, timeout=LIMIT
         ).stdout
     )
 
 
-def losses_in(output: str) -> list[float]:
+def parse_losses(output: str) -> list[float]:
     # Ray may print a line of a worker twice.
     found = set(re.findall(r"LOSSES (\[.*\])", output))
     assert len(found) == 1, output
@@ -72,8 +72,8 @@ def start_on_nodes(command: str, nodes: list[Node], folder: Path) -> list[Comman
 def test_two_nodes_train_like_one_process(command: str, nodes: list[Node], folder: Path) -> None:
     running = start_on_nodes(command, nodes, folder)
     assert [node.wait(LIMIT) for node in running] == [0, 0], running[0].output + running[1].output
-    assert losses_in(running[0].output) == pytest.approx(losses_of_one_process(), rel=1e-5)
-    assert len(losses_of_one_process()) == 8
+    assert parse_losses(running[0].output) == pytest.approx(train_one_process(), rel=1e-5)
+    assert len(train_one_process()) == 8
     assert "micro-batches on 2 ranks" in running[0].output
 
 
@@ -116,7 +116,7 @@ def test_slurm_script_trains_with_fake_slurm_commands(nodes: list[Node], folder:
     )
     job = Command(command, None, folder, PATH=path)
     assert job.wait(LIMIT) == 0, job.output
-    assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert parse_losses(job.output) == pytest.approx(train_one_process(), rel=1e-5)
 
 
 def test_settings_that_differ_are_named_on_both_nodes(nodes: list[Node], folder: Path) -> None:
@@ -167,5 +167,5 @@ def test_script_under_ray_train_trains_like_one_process(nodes: list[Node], folde
     command = shlex.join(words_of("python examples/train_with_ray.py --workers 2 train.py"))
     job = Command(command, nodes[0], folder, HOME=str(folder), GLOO_SOCKET_IFNAME="lo")
     assert job.wait(LIMIT) == 0, job.output
-    assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert parse_losses(job.output) == pytest.approx(train_one_process(), rel=1e-5)
     assert "micro-batches on 2 ranks" in job.output

@@ -141,7 +141,7 @@ TOKENS = 240  # tokens of a global batch, on any number of ranks
 KINDS, FORMS = ("Trainer", "SFTTrainer"), ("float32", "bfloat16", "of two sets", "with metrics")
 
 
-def evaluation_set(numbers: Iterable[int] = range(len(EVALUATED))) -> Dataset:
+def make_set(numbers: Iterable[int] = range(len(EVALUATED))) -> Dataset:
     texts = documents(*(length for length, _ in EVALUATED), seed=1)
     labels = [
         [-100] * (len(ids) - targets) + ids[len(ids) - targets :]
@@ -172,14 +172,12 @@ def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
     if form == "with metrics" and kind == "Trainer":
         args["label_names"] = ["shift_labels"]
     sets: Any = (
-        {"first": evaluation_set(range(3)), "second": evaluation_set()}
-        if form == "of two sets"
-        else evaluation_set()
+        {"first": make_set(range(3)), "second": make_set()} if form == "of two sets" else make_set()
     )
     model = sharp_llama("distca")
     if kind == "Trainer":
         trainer = Trainer(
-            model, TrainingArguments(**args), train_dataset=evaluation_set(), eval_dataset=sets
+            model, TrainingArguments(**args), train_dataset=make_set(), eval_dataset=sets
         )
     else:
         from trl import SFTConfig, SFTTrainer
@@ -192,14 +190,12 @@ def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
         )
         config = SFTConfig(**args, max_length=None)
         trainer = SFTTrainer(
-            model, config, train_dataset=evaluation_set(), eval_dataset=sets, processing_class=token
+            model, config, train_dataset=make_set(), eval_dataset=sets, processing_class=token
         )
     if form == "with metrics" and kind == "Trainer":
         trainer.compute_metrics = count_right
     found = hf_distca.deal(trainer, TOKENS // ranks, evaluation=True).evaluate()
-    assert not vars(trainer).keys() & {"compute_loss", "prediction_step"}, (
-        "replaced methods are restored"
-    )
+    assert not vars(trainer).keys() & {"compute_loss", "prediction_step"}, "methods are restored"
     return {
         name: value for name, value in found.items() if name.endswith(("loss", "right", "targets"))
     }
@@ -215,10 +211,10 @@ def sharp_llama(implementation: str) -> Any:
 
 
 @cache
-def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -> float:
+def compute_mean_loss(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -> float:
     """Compute the mean loss over targets document by document, in float64."""
     model, total, count = sharp_llama("sdpa").double(), 0.0, 0
-    for row in evaluation_set(numbers):
+    for row in make_set(numbers):
         ids, targets = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
         logits = model(input_ids=ids).logits[0, :-1]
         total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum").detach())
@@ -249,9 +245,9 @@ def test_loss_of_dealt_evaluation_is_the_mean_over_targets(
             metrics, tolerance = of_rank[kind, form], 1e-2 if form == "bfloat16" else 1e-6
             if form == "of two sets":
                 assert metrics["eval_first_loss"] == pytest.approx(
-                    mean_over_targets((0, 1, 2)), rel=tolerance
+                    compute_mean_loss((0, 1, 2)), rel=tolerance
                 )
                 metrics["eval_loss"] = metrics["eval_second_loss"]
-            assert metrics["eval_loss"] == pytest.approx(mean_over_targets(), rel=tolerance)
+            assert metrics["eval_loss"] == pytest.approx(compute_mean_loss(), rel=tolerance)
             if "eval_targets" in metrics:
                 assert metrics["eval_targets"] == sum(targets for _, targets in EVALUATED)

@@ -230,9 +230,7 @@ def test_other_code_blocks_of_pages_train_in_half_precision(page: str, tmp_path:
 
 
 def test_code_blocks_for_training_loops_run_on_one_process() -> None:
-    """Run the blocks for settings, for a loop with metrics, and for a document that the caller has
-    split, here into one part.
-    """
+    """Run the blocks for settings, a loop with metrics, and a document in parts (here one)."""
     model, logged = tiny_llama("distca"), []
     batch = hf_distca.PackingCollator()([{"input_ids": ids} for ids in documents(20, 9)])
     (document,) = documents(30)

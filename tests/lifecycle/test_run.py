@@ -239,14 +239,16 @@ def test_wrong_settings_are_a_one_line_error_before_the_script_starts(
         ({"attn_implementation": "distca", "summary": False}, {"instead_of": "sdpa"}),
     ],
 )
-def test_children_get_options_of_inner_run(around: dict[str, Any], given: dict[str, Any]) -> None:
+def test_child_processes_get_the_options_of_the_innermost_run(
+    around: dict[str, Any], given: dict[str, Any]
+) -> None:
     """An option of the inner run counts even if its value is the default."""
     outer = read_options(None, [], **around).make_environment({})
     child = Options.read(read_options(None, [], **given).make_environment(outer))
     assert child._asdict() == Options(**{**around, **given})._asdict()
 
 
-def test_children_get_options_of_inner_file(tmp_path: Path) -> None:
+def test_child_processes_get_the_options_of_the_innermost_file(tmp_path: Path) -> None:
     (tmp_path / "distca.yaml").write_text("summary: true\ncollator: check")
     outer = read_options(None, ["summary=false", "collator=replace"]).make_environment({})
     inner = read_options(tmp_path / "distca.yaml", [])

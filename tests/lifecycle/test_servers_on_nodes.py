@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_clusters_page import LIMIT, TORCHRUN, losses_in, losses_of_one_process, start_on_nodes
+from test_clusters_page import LIMIT, TORCHRUN, parse_losses, start_on_nodes, train_one_process
 from two_nodes import Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
@@ -18,7 +18,7 @@ def test_one_server_on_each_node_serves_ranks_that_train(nodes: list[Node], fold
     assert [command.wait(LIMIT) for command in running] == [0, 0], (
         running[0].output + running[1].output
     )
-    assert losses_in(running[0].output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert parse_losses(running[0].output) == pytest.approx(train_one_process(), rel=1e-5)
     for number, node in zip((2, 3), running, strict=True):
         assert f"is rank {number} of 4, and serves the 2 that train" in node.output
         assert "; ended: the run is over" in node.output

@@ -102,7 +102,7 @@ def train_with_a_reference(
 
 
 @pytest.mark.parametrize("mode", in_turn(["eval", "train", "with gradients"], 3))
-def test_two_models_alternate_as_under_sdpa(
+def test_two_alternating_models_train_as_under_sdpa(
     rank_pool: Callable[[int], RankPool], mode: str
 ) -> None:
     pool = rank_pool(2)

@@ -67,7 +67,7 @@ def draw_batch(draw: random.Random) -> dict[str, Any]:
     return batch
 
 
-def summed_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+def sum_losses(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Sum the loss of every token that has a next token in its document. In a sum, rows without
     targets add nothing.
     """
@@ -102,7 +102,7 @@ def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
             if implementation == "sdpa":
                 batch.pop("distca_documents", None)
                 batch.pop("attention_mask", None)
-            loss = summed_loss(model, batch) / 100
+            loss = sum_losses(model, batch) / 100
             loss.backward()
             total += loss.detach()
         digest = hashlib.sha256()

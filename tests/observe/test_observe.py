@@ -77,7 +77,9 @@ def train(
     return losses(trainer), collectives, trainer.state.log_history
 
 
-def test_observed_imbalance_equals_that_of_distca(rank_pool: RankPools, tmp_path: Path) -> None:
+def test_observed_imbalance_equals_the_imbalance_in_plans(
+    rank_pool: RankPools, tmp_path: Path
+) -> None:
     """Compare the same batches, within 2 %. The observer adds no collective and changes no loss."""
     alone, watched, balanced = (
         rank_pool(2)(train, implementation, str(tmp_path), {})
