@@ -1,5 +1,4 @@
-"""Trains the example's model on dealt documents, and prints the difference from one process under
-sdpa.
+"""Trains the example's model on dealt documents and compares it with one process under sdpa.
 
 A global batch has the same tokens on any number of ranks, and documents are up to three times as
 long as the share of one of four ranks. The losses of all optimizer steps and the final weights are
