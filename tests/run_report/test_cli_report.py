@@ -43,7 +43,7 @@ def test_what_is_wrong_is_said_in_check_one_line(tmp_path: Path, options: tuple[
         run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4."
     )
     (folder / "_distca_run.jsonl").write_text("{\n")
-    check_one_line(run("report", folder, *options), "does not tell how a training began")
+    check_one_line(run("report", folder, *options), "does not tell how the run began")
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
