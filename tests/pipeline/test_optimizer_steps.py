@@ -133,7 +133,7 @@ def test_copies_that_drifted_apart_are_told_apart(rank_pool: Callable[[int], Ran
     pool.close()  # the ranks have left each other
     for text in texts:
         assert text.startswith(
-            "DistCADesyncError: model.embed_tokens.weight and lm_head.weight are one weight, of"
-            " which ranks 0 and 1"
+            "DistCADesyncError: model.embed_tokens.weight and lm_head.weight are one weight."
+            " Ranks 0 and 1"
         )
         assert "differ in step 2" in text

@@ -98,7 +98,7 @@ def test_other_attention_is_refused() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="got a Linear: give it the model of transformers itself"):
+    with pytest.raises(ConfigError, match="got a Linear: give it the transformers model itself"):
         split(torch.nn.Linear(1, 1), Mock(ndim=1))
     with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
         split(build("llama", "distca", torch.float32), Mock(ndim=2))

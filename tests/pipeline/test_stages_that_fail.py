@@ -157,7 +157,7 @@ def odd_one_out(rank: int, what: str) -> tuple[str, float]:
     return end_of(schedule.step, ids, position_ids=positions, target=targets, **more)
 
 
-DIFFERENT = "ranks do not run the same in the first step: "
+DIFFERENT = "ranks do not agree in the first step: "
 DOCUMENTS = "ranks 0 and 1 are stages of one copy of the model and have different documents in"
 
 
@@ -176,8 +176,8 @@ DOCUMENTS = "ranks 0 and 1 are stages of one copy of the model and have differen
         (
             odd_one_out,
             "copies",
-            "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and 1"
-            " have a copy each",
+            "model.embed_tokens.weight and lm_head.weight are one weight. Ranks 0 and 1 have copies"
+            " of it",
         ),
         (
             odd_one_out,

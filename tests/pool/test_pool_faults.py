@@ -187,7 +187,9 @@ def test_waiting_server_does_not_outlive_the_trainers(running: Forks) -> None:
     trainers = running.trainers(ENDLESS, "", 5.0)
     assert ended(*trainers) == [1, 1]
     assert ended(server) == [1]
-    check_server(server, r"rank 0 has ended unexpectedly, see its log \(1 s ago\)")
+    check_server(
+        server, r"rank 0 has ended unexpectedly, see its log \(this server waited 1 s longer\)"
+    )
 
 
 def test_a_server_of_another_version_is_refused(running: Forks) -> None:

@@ -42,7 +42,7 @@ def test_wrong_input_is_a_one_line_error(tmp_path: Path, options: tuple[str, ...
         run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4."
     )
     (folder / "_distca_run.jsonl").write_text("{\n")
-    check_one_line(run("report", folder, *options), "does not tell how a training began")
+    check_one_line(run("report", folder, *options), "does not tell how the run began")
 
 
 def test_unwritable_page_is_a_one_line_error(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_broken_lines_of_a_record_are_ignored_and_listed(tmp_path: Path) -> None
     found = figures(tmp_path)
     assert [row["step"] for row in found.steps] == [1, 2, 3, 4]
     assert found.missing[0] == (
-        f"Broken lines of {record}: 10, 14, 15, 16, 17, 18, 19. A training that is killed while it"
+        f"Broken lines of {record}: 10, 14, 15, 16, 17, 18, 19. A run that is killed while it"
         " writes leaves such lines."
     )
 
@@ -179,7 +179,7 @@ PLAN = plan_row(1)
 NO_PAGE: dict[str, tuple[list[Row | str] | None, int | None, str]] = {
     "nothing": (None, None, "is not a folder with _distca_run.jsonl. Train with attn_implementat"),
     "empty": ([], None, "has no micro-batch yet"),
-    "no beginning": (some_rows()[1:], None, "does not tell how a training began"),
+    "no beginning": (some_rows()[1:], None, "does not tell how the run began"),
     "broken steps": (
         [RUN, '{"step": 1}', '{"row": [1]}', '{"row": "steps", "step": 1}'],
         None,
