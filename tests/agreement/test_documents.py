@@ -191,7 +191,7 @@ def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
 
 @pytest.mark.parametrize("lengths", [(3, 5), (3, 3)])
 def test_padding_in_documents_that_span_ranks_is_refused(lengths: tuple[int, int]) -> None:
-    """Other ranks rely on the number of tokens of a document on this rank."""
+    """Other ranks rely on how many tokens of a document this rank holds."""
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
     with pytest.raises(
         LayoutError,

@@ -339,7 +339,7 @@ def announce_slower(row: np.ndarray) -> list[np.ndarray]:
 
 
 def announce_later(row: np.ndarray) -> list[np.ndarray]:
-    """Announce like `announce_slower`, with kernels of the other rank that still run."""
+    """Announce like `announce_slower`, while the newest kernels of the other rank still run."""
     _, theirs = announce_slower(row)
     if row[5] > 1:
         theirs[HEADER_SIZE + FIGURE_COUNT * (row[5] - 1)] = -1

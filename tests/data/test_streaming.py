@@ -134,7 +134,7 @@ class Dividing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
 
 
 class Around:
-    """An iterable that is no data set of torch, around one that is divided."""
+    """An iterable around documents that is no data set of torch."""
 
     def __init__(self, documents: Any) -> None:
         self.documents = documents

@@ -136,7 +136,7 @@ def build_model(kind: str) -> Any:
 
 
 def compute_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Compute the loss in float64, scaled so that the sum over ranks is the mean of all tokens."""
+    """Compute the loss in float64, scaled so that the sum over ranks is the mean over tokens."""
     known = {
         name: batch[name]
         for name in ("input_ids", "position_ids", "distca_documents")

@@ -80,7 +80,7 @@ def _deal_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
     return [deal(lengths, 8, tokens, cost), *deal_nano_batches(lengths, 8, tokens, cost)]
 
 
-# Some servers have weights that rounding loses beside larger weights.
+# The weights of some servers vanish in sums with larger weights.
 ROUNDED = ([1, 1, 2, 2, 3, 5, 17, 27, 3, 7, 10, 14, 30, 15, 17, 37, 5], 7, 28)
 
 
