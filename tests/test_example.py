@@ -307,7 +307,7 @@ def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_pat
         )
     (tmp_path / "odd").write_bytes(b"123")
     with pytest.raises(
-        ValueError, match="odd has 3 bytes, but a file of uint16 has a multiple of 2 bytes"
+        ValueError, match="odd has 3 bytes, but a file of uint16 must have a positive multiple of 2"
     ):
         tokens.read_numbers(tmp_path / "odd", "uint16")
 
