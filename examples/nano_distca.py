@@ -29,7 +29,7 @@ class Task(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """How many rows of q, k and v the server gets. Its output has as many rows as q."""
+        """How many rows of q, k and v the server gets. Outputs have as many rows as q."""
         return self.end - self.start, self.end, self.end
 
 
