@@ -306,7 +306,7 @@ def test_wrong_token_files_are_refused(example: Callable[[str], Any], tmp_path: 
         )
     (tmp_path / "odd").write_bytes(b"123")
     with pytest.raises(
-        ValueError, match="odd has 3 bytes, but a file of uint16 has a multiple of 2 bytes"
+        ValueError, match="odd has 3 bytes, but a file of uint16 must have a positive multiple of 2"
     ):
         tokens.read_numbers(tmp_path / "odd", "uint16")
 
