@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from some_relays import some_relays
+from some_relays import draw_relays
 from staged import Case, Found, check_equal, in_one_process, in_stages
 
 from hf_distca.pipeline import ticks
@@ -113,7 +113,7 @@ def in_stages_with_relays(rank: int, case: Case) -> tuple[Found, int]:
 
     def balanced(*arguments: Any) -> Plan:
         plan = balance(*arguments)
-        relays = some_relays(random.Random(plan.digest), plan)
+        relays = draw_relays(random.Random(plan.digest), plan)
         relayed.append(relays is not None)
         return replace(plan, relays=relays)
 
