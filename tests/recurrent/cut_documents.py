@@ -121,7 +121,7 @@ def cut_row(
 
 
 class Results(NamedTuple):
-    """Results of a layer: its output and input gradients by token, weight gradients, and figures."""
+    """Results of a layer: output and input gradients by token, weight gradients, and figures."""
 
     by_token: dict[str, np.ndarray]
     by_weight: dict[str, np.ndarray]
@@ -153,7 +153,7 @@ def run(
 def run_whole_documents(
     kind: str, layout: Layout
 ) -> tuple[dict[int, Results], dict[str, np.ndarray]]:
-    """Run whole documents in float64; return each one's results and the sums of weight gradients."""
+    """Run whole documents in float64; return their results and the sums of weight gradients."""
     documents = {}
     for document in layout.documents.tolist():
         length = int(layout.end[layout.document == document].max())

@@ -109,7 +109,7 @@ def run_process(
 
 
 def get_kernel(kind: str) -> Callable[..., Any]:
-    """Return the kernel that models use without kernel packages, with several chunks per segment."""
+    """Return the kernel that models use without kernel packages, with short chunks."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
