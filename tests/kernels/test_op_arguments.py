@@ -301,9 +301,8 @@ class Interface4(Interface):
         return *self.attend(self._limits(options)), None, None, None
 
     def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
-        """On Hopper, the main kernel counts widths in units of 16, but the kernels around it in
-        units of 32. On an H200, gradients of queries were 67 to 85 % off for heads of 16, 40 and
-        80.
+        """On Hopper, the main kernel counts widths in units of 16, the kernels around it in units
+        of 32: on an H200, query gradients were 67 to 85 % off for heads of 16, 40 and 80.
         """
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
         assert {options[name].shape[2] % 32 for name in "qkv"} == {0}

@@ -362,7 +362,9 @@ def test_a_kernel_whose_variants_do_not_compile_is_not_selected(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_each_head_ratio_and_determinism_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_checked_once_per_head_ratio_and_determinism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Kernels have separate code for each; one that is wrong for a ratio is skipped only there."""
     checked: list[int] = []
 

@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Document lengths of all copies' micro-batches: one long, many short, or between."""
+        """List document lengths by micro-batch: one long document, shorter ones, or tiny ones."""
         chance, found = random.Random(self.micro_batches), []
         for number in range(self.micro_batches * self.copies):
             left, lengths = self.tokens, []
@@ -142,7 +142,7 @@ def collect_gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def add_tied_head(model: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add what was found of a tied embedding by the name of the head, as on the last stage."""
+    """Add a tied embedding's entry by the name of the head, as on the last stage."""
     tied, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head.weight is tied:
         embedding = next(name for name, weight in model.named_parameters() if weight is tied)
@@ -262,7 +262,7 @@ def run_in_stages(rank: int, case: Case) -> Found:
 def check_equal(
     found: list[Found], loss: float, gradients: dict[str, torch.Tensor], tolerance: float
 ) -> None:
-    """Check that ranks have gradients of one process, and together all of them."""
+    """Check the gradients of each rank, and that all ranks together have all gradients."""
     for one in found:
         assert abs(one.loss - loss) <= tolerance * abs(loss)
         check_near(one.gradients, gradients, tolerance, tolerance * 1e-3)

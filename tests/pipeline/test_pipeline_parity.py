@@ -152,7 +152,7 @@ def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], R
 def test_stages_with_different_layers_equal_one_process(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """Stages with three layers and one share attention only in layers of one kind."""
+    """The stages have three layers and one; they share attention only in layers of one kind."""
     case = Case("gemma2", micro_batches=3, per_stage=(3, 1), steps=3)
     check_equal(
         rank_pool(2)(run_in_stages, case), *run_in_one_process(case, "distca"), NORMS_IN_FLOAT32

@@ -10,7 +10,7 @@ from hf_distca.hybrids.state_space import ScanInputs
 
 
 def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) -> RuleOutputs:
-    """Compute outputs and the last state; the first one, (1, H, K, V), is zeros by default."""
+    """Compute outputs and the last state; `state` is the first one, (1, H, K, V), or zeros."""
     heads, width = inputs.value.shape[2], inputs.key.shape[3]
     query, key = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in inputs[:2])
     decay = inputs.decay.exp() if inputs.decay.dim() == 4 else inputs.decay.exp()[..., None]
@@ -26,7 +26,7 @@ def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) 
 
 
 def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> RuleOutputs:
-    """Compute outputs and the last state; the first one, (1, H, P, N), is zeros by default."""
+    """Compute outputs and the last state; `state` is the first one, (1, H, P, N), or zeros."""
     heads = inputs.x.shape[2]
     write, read = (
         tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (inputs.B, inputs.C)

@@ -185,7 +185,7 @@ def run_rank(
 
 
 def measure_errors(kind: str, placement: Placement, ranks: Sequence[Results]) -> dict[str, float]:
-    """Return the largest differences from whole documents, over the largest value or 0.1."""
+    """Return differences from whole documents, relative to the largest value, at least 0.1."""
     layout = Layout.from_segments(placement)
     documents, weights = run_whole_documents(kind, layout)
     differences: dict[str, float] = {}

@@ -180,7 +180,7 @@ def count_sent_bytes(kind: str, placement: Placement) -> list[int]:
 
 
 def test_ranks_send_only_the_summaries_that_others_need() -> None:
-    """First segments send no transition, last ones no summary; backward sends as much back."""
+    """First segments send no transition, last ones no summary; backward sends as much in return."""
     in_order = [[(0, 0, 30)], [(0, 30, 30)], [(0, 60, 30)]]
     heads, key, value = 4, 6, 5
     bias, transition, decay = 4 * heads * key * value, 4 * heads * key * key, 4 * heads
@@ -210,7 +210,7 @@ def test_ranks_send_only_the_summaries_that_others_need() -> None:
 def test_a_lost_state_causes_a_large_error(
     kind: str, room: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control of the tests above: they fail by far without the states before segments."""
+    """Control of the tests above: without the states before segments, they fail by far."""
     real = getattr(room, name)
 
     def forgetful(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Relays chosen at random."""
+"""Random relays."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def draw_head_groups(random_: random.Random, world: int, tasks: Tasks) -> tuple[
 
 
 def run_untagged(rank: int, *arguments: Any) -> Result:
-    """Call `run_plan` over a channel without tags, as over NCCL; gloo can do this, too."""
+    """Call `run_plan` over a channel without tags, as over NCCL; gloo supports both."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "is_gloo", property(lambda channel: False))
         return run_plan(rank, *arguments)

@@ -32,7 +32,7 @@ TASKS = [(0, 0, 32, 0, 0), (0, 32, 64, 0, 1), (1, 0, 20, 1, 1), (2, 0, 18, 1, 1)
 
 
 def find_tensor_calls(path: Path) -> Iterator[ast.Call]:
-    """Find calls, also by `partial`, of torch functions that follow the default device."""
+    """Find calls of torch functions that follow the default device, also through `partial`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             function = node.args[0] if getattr(node.func, "id", None) == "partial" else node.func

@@ -1,4 +1,4 @@
-"""Messages and waits that a group needs to be made and to gather numbers."""
+"""Messages and waits while a group is made and while it gathers numbers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_numbers_are_compared_in_one_collective(
 
 
 class CountedStore:
-    """Count the calls of a store."""
+    """A store that counts its calls."""
 
     def __init__(self) -> None:
         self.store, self.calls = dist.HashStore(), Counter[str]()
@@ -157,7 +157,7 @@ def test_a_rank_that_waits_for_failure_reports_polls_one_key() -> None:
 
 
 class LateStore(CountedStore):
-    """Answer each call after 20 ms."""
+    """A store that answers after 20 ms."""
 
     def __getattr__(self, name: str) -> Any:
         def answer(*args: Any) -> Any:
@@ -218,14 +218,14 @@ def test_the_error_of_a_failed_connection_names_gloo_socket_ifname(
 
 
 class SilentStore(CountedStore):
-    """Imitate the store of a lost node: calls do not return."""
+    """The store of a lost node: no call returns."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: Event().wait(60)
 
 
 def test_no_rank_waits_for_a_store_that_no_longer_answers() -> None:
-    """TCP alone would wait for a quarter of an hour."""
+    """Without a limit, TCP would wait for a quarter of an hour."""
     # Each waits 0.3 s for reports of others.
     watches = [FailureMonitor((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]
     started = time.monotonic()

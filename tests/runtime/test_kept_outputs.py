@@ -1,4 +1,4 @@
-"""Outputs are kept only where a recompute can follow: models need no more memory than sdpa."""
+"""Outputs are kept only for a possible recompute: models take no more memory than under sdpa."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def end_in_turn(rank: int, port: int, folder: Path) -> None:
 
 
 def test_ranks_that_end_one_after_the_other_print_nothing(tmp_path: Path) -> None:
-    """The store also ends, with rank 0."""
+    """The store ends with the process of rank 0."""
     port = free_port()
     assert join_all(*(forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1))) == [0, 0]
     printed = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]

@@ -33,7 +33,7 @@ HEADS, KEY_HEADS = 4, 2
 class Op:
     """Return zeros: values do not matter here."""
 
-    takes_gaps, width_multiple = True, 8  # as the ops for GPUs
+    takes_gaps, width_multiple = True, 8  # as in the ops for GPUs
 
     def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         q_THD = pools.q_THD

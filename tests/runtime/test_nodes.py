@@ -28,7 +28,9 @@ from ranks import RankPool
         ([3], 1),
     ],
 )
-def test_nodes_are_equal_and_hold_adjacent_ranks(nodes: list[int], expected: int | None) -> None:
+def test_nodes_must_have_equal_sizes_and_consecutive_ranks(
+    nodes: list[int], expected: int | None
+) -> None:
     assert find_ranks_per_node(nodes) == expected
 
 

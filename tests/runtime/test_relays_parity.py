@@ -1,4 +1,4 @@
-"""Relays change only the way of keys: results and received bytes stay the same."""
+"""Relays change only the path of keys: results and received bytes stay the same."""
 
 from __future__ import annotations
 

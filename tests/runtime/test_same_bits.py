@@ -1,7 +1,8 @@
 """Results are bitwise equal for any timing of messages, content of fresh memory and strides.
 
 Two layers run on random plans. Upstream gradients are random, too: those of a sum are all 1, which
-would hide rows that change places. Each condition finds changes of the source that were tried:
+would hide rows that change places. Each condition was tried with changes of the source, and each of
+these changes makes a test fail:
 
 - late: a missing wait (`Transfer.wait` returns at once; `Call.collect` uses rows before they come),
   or a buffer that is reused while its message may still travel (`launch` packs into memory of the
