@@ -106,7 +106,7 @@ def test_the_cpu_kernel_is_exact_for_any_block_size(
 
 
 @pytest.mark.parametrize("window", [512, 1024, 4096])
-def test_the_cpu_kernel_computes_little_more_than_the_band(window: int) -> None:
+def test_the_cpu_kernel_computes_little_more_than_the_window(window: int) -> None:
     length = 16384
     tasks = TaskBatch([0], [length], [0], [length])
     blocks = list(cpu._cut_tasks(tasks, ScoreOptions(0.19, window)))

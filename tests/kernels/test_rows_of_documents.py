@@ -101,7 +101,7 @@ def test_derived_data_is_reused_and_freed_with_its_batch() -> None:
     assert held() is None
 
 
-def test_tasks_are_checked_once() -> None:
+def test_tasks_of_a_batch_are_checked_once() -> None:
     """Thousands of documents cost later calls nothing, also with other pools."""
 
     class Counted(tuple[int, ...]):

@@ -109,7 +109,7 @@ def test_layer_counts_that_do_not_add_up_are_refused() -> None:
         StageModel(build("llama", "distca", torch.float32), 0, [2, 1])
 
 
-def test_a_head_that_an_adapter_wraps_is_the_head() -> None:
+def test_the_head_is_found_inside_an_adapter() -> None:
     """peft wraps a head or an embedding that it trains whole; a wrapped embedding is refused."""
     from peft import LoraConfig
 

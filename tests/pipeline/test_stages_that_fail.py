@@ -214,7 +214,7 @@ DOCUMENTS = "ranks 0 and 1 are stages of one copy of the model and have differen
         ),
     ],
 )
-def test_errors_name_what_differs_between_ranks(
+def test_errors_name_the_difference_between_ranks(
     rank_pool: Callable[[int], RankPool],
     function: Callable[..., tuple[str, float]],
     what: str,

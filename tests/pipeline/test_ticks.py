@@ -17,7 +17,7 @@ SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_step_has_the_ticks_of_1f1b_through_all_stages(stages: int, micro_batches: int) -> None:
+def test_a_step_has_as_many_ticks_as_1f1b(stages: int, micro_batches: int) -> None:
     order = order_ticks(stages, micro_batches)
     assert len(order) == 2 * (micro_batches + stages - 1)
     assert [tick.number for tick in order] == list(range(len(order)))

@@ -33,7 +33,7 @@ LSE_BOUND = 2e-6
     ],
     ids=["cpu", "cpu, window", "reference", "reference, window and softcap"],
 )
-def test_kernels_under_autocast_are_as_exact_as_without(
+def test_kernels_are_exact_under_autocast(
     name: str, scores: ScoreOptions, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)

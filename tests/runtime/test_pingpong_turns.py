@@ -196,7 +196,7 @@ def fail_in_all_ways() -> None:
         fail_during_a_checkpoint(failing, inside)
 
 
-def test_an_error_while_the_other_checkpoints_restores_hooks() -> None:
+def test_an_error_during_a_checkpoint_restores_the_callers_hooks() -> None:
     """This runs in another process: removing hooks from the wrong stack may end the process."""
     process = forks.start(fail_in_all_ways)
     process.join(60)
