@@ -125,7 +125,7 @@ class ShortTrainingArguments(CpuWithoutAccelerator, TrainingArguments):
 
 
 def parse(kinds: Iterable[type]) -> tuple[Any, ...]:
-    """Parse the command line into one object of each kind.
+    """Parse the command line into one object of each class in `kinds`.
 
     If the only argument is a .json or .yaml file, read the options from this file.
     """

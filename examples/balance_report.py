@@ -78,7 +78,7 @@ def _draw_side(axes: Axes, title: str, timings: list[Timing]) -> None:
         axes.bar(places, heights, width * 0.92, label=f"rank {rank}", color=_colour(rank, ranks))
     for batch, timing in enumerate(timings):
         mean = fmean(timing.attention_seconds)
-        # Matplotlib leaves labels with an underscore out of legends.
+        # Matplotlib leaves labels that begin with an underscore out of legends.
         label = "mean of the ranks" if batch == 0 else "_again"
         axes.hlines(
             mean,

@@ -124,7 +124,7 @@ def announce(
     training: FinetuningArguments,
     compared: bool,
 ) -> None:
-    """Print what this run does, and for the default model and documents, how long it takes."""
+    """Print what this run does, and, for the default model and documents, how long it takes."""
     steps = (
         f"{training.max_steps} steps"
         if training.max_steps > 0

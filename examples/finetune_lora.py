@@ -12,6 +12,8 @@ What differs from other LoRA scripts: `attn_implementation="distca"`, a collator
 documents without padding, and a callback. Core attention has no weights, so adapters and quantized
 projections do not affect it.
 
+To install what this script needs:
+
     pip install -c constraints.txt -e ".[examples,peft,quantization]"
 """
 

@@ -10,6 +10,8 @@ with balancing, and how many times faster they would be if balance were perfect.
 What differs from other TRL scripts: `attn_implementation="distca"` and a callback. Importing
 hf_distca registers the name "distca".
 
+To install what this script needs:
+
     pip install -c constraints.txt -e ".[examples,trl]"
 
 `--use_peft` also needs the extra `peft`, and `--load_in_4bit` also needs the extra `quantization`.

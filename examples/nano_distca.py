@@ -29,7 +29,7 @@ class Task(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, int, int]:
-        """How many rows of q, k and v the server gets. Its output has as many rows as q."""
+        """How many rows of q, k and v the server gets. Outputs have as many rows as q."""
         return self.end - self.start, self.end, self.end
 
 
@@ -46,10 +46,10 @@ def end_times(tasks: list[Task], world: int) -> list[int]:
 
 
 def meet(deadline: float, tasks: list[Task], world: int) -> list[Task] | None:
-    """Move last rows of documents until all ranks meet the deadline. Return None if this fails."""
+    """Move last rows of documents until all ranks meet the deadline. Return None on failure."""
     while max(ends := end_times(tasks, world)) > deadline:
         home, server = ends.index(max(ends)), ends.index(min(ends))
-        # The last rows of the longest document see the most keys, so moving a row saves most work.
+        # Last rows of the longest document see the most keys, so moving them saves the most work.
         longest = max((t for t in tasks if t.home == t.server == home), key=lambda t: t.end)
         others, moved = [t for t in tasks if t is not longest], None
         for cut in range(longest.end - TILE, longest.start, -TILE):

@@ -60,7 +60,8 @@ def load_documents(data: DocumentArguments) -> Dataset:
         documents = load_corpus()
     if data.text_column not in documents.column_names:
         raise ValueError(
-            f"--text_column {data.text_column!r} is not among the columns {documents.column_names}."
+            f"--text_column {data.text_column!r} is not among the columns {documents.column_names}:"
+            " give one of them."
         )
     return documents
 
@@ -128,7 +129,7 @@ def small_model(
     if text_column not in documents.column_names:
         raise ValueError(
             f"without --model_name_or_path a tokenizer is trained on the column {text_column!r},"
-            f" which is not among {documents.column_names}."
+            f" which is not among {documents.column_names}: name the column with text."
         )
     folder = Path(output, "initial_model")
     if PartialState().is_main_process:

@@ -9,11 +9,11 @@
 #SBATCH --time=24:00:00
 set -euo pipefail
 
-# Jobs that share a node need different ports.
 FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Jobs that share a node need different ports.
 PORT=$((20000 + SLURM_JOB_ID % 10000))
 export FIRST PORT
-# The network interface between nodes. Without it, gloo takes the address of the host's name.
+# The network interface between nodes. By default, gloo takes the address to which the host's name resolves.
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-eth0}
 
 # Each node expands the variables in this command, so torchrun gets the rank of that node.

@@ -87,7 +87,7 @@ def write_initial_model(
     """Write an untrained Llama model and its tokenizer to `folder`, for `from_pretrained`.
 
     The model is so small that one CPU core takes seconds for a step on 16384 tokens. It is so
-    narrow that attention takes most of this time, like in large models with long documents.
+    narrow that attention takes most of this time, as in large models with long documents.
     """
     tokenizer = train_tokenizer(documents, vocabulary, text_column)
     config = LlamaConfig(

@@ -86,7 +86,7 @@ def read_numbers(path: Path, dtype: str) -> np.ndarray:
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size == 0 or size % width:
         raise ValueError(
-            f"{path} has {size} bytes, but a file of {dtype} has a multiple of {width} bytes and is"
-            " not empty: give another file or type."
+            f"{path} has {size} bytes, but a file of {dtype} must have a positive multiple of"
+            f" {width} bytes: give another file or type."
         )
     return np.memmap(path, dtype=dtype, mode="r")

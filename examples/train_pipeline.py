@@ -193,7 +193,7 @@ def draw(before: list[list[TickFigures]], after: list[list[TickFigures]], path: 
 
 
 def train(options: PipelineArguments, data: DocumentArguments) -> None:
-    """Prepare, train, compare, save."""
+    """Prepare, train, save, and compare steps with and without sharing."""
     state = PartialState(cpu=not torch.accelerator.is_available())
     stages = options.stages or state.num_processes
     if state.num_processes % stages:

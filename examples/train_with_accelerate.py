@@ -51,9 +51,7 @@ class LoopArguments:
     warmup_steps: int = field(
         default=0, metadata={"help": "Steps until the learning rate is at its peak."}
     )
-    max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Gradients are scaled down to this norm."}
-    )
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Maximum norm of the gradients."})
     logging_steps: int = field(default=1, metadata={"help": "Steps between two logs."})
     seed: int = field(default=42, metadata={"help": "Seed of weights and of the order of rows."})
     report_to: str | None = field(

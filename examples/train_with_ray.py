@@ -6,6 +6,8 @@ Ray sets the same environment variables as torchrun (RANK, WORLD_SIZE, LOCAL_RAN
 torch.distributed. Scripts need no change. Paths in their arguments should be absolute, because
 workers may start in another folder.
 
+To install Ray Train:
+
     pip install "ray[train]"
 """
 

@@ -1,4 +1,4 @@
-"""Modules in the folders of benchmarks/, where scripts import each other by name."""
+"""Modules in the folders of benchmarks/, whose scripts import each other by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pages import ROOT
 
 
 def prepend_benchmarks(patch: pytest.MonkeyPatch) -> None:
-    """Have the path that scripts of benchmarks/ have."""
+    """Prepend the folders of benchmarks/ to the import path, as their scripts see it."""
     for folder in (ROOT / "benchmarks").glob("*/"):
         patch.syspath_prepend(folder)
 
 
 def import_benchmark(name: str) -> Any:
-    """Import a module of a folder of benchmarks/."""
+    """Import a module from a folder of benchmarks/."""
     with pytest.MonkeyPatch.context() as patch:
         prepend_benchmarks(patch)
         return import_module(name)

@@ -1,5 +1,5 @@
-"""Activation checkpointing as transformers calls it, which is not the same in all versions that the
-tests run with.
+"""Activation checkpointing by the names that transformers uses, which differ between the tested
+versions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from transformers import PreTrainedModel, TrainingArguments
 
-# What `TrainingArguments` call it: "activation_checkpointing" since transformers 5.21.
+# The name in `TrainingArguments`: "activation_checkpointing" since transformers 5.21.
 ARGUMENT = next(
     field.name
     for field in fields(TrainingArguments)
@@ -17,7 +17,7 @@ ARGUMENT = next(
 
 
 def checkpoint_layers(model: PreTrainedModel, *, use_reentrant: bool) -> None:
-    """Let the layers of a model checkpoint their activations."""
+    """Switch on activation checkpointing in a model."""
     switch = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
@@ -26,7 +26,7 @@ def checkpoint_layers(model: PreTrainedModel, *, use_reentrant: bool) -> None:
 
 
 def keep_activations(model: PreTrainedModel) -> None:
-    """Switch activation checkpointing off again."""
+    """Switch off activation checkpointing."""
     switch = (
         getattr(model, "activation_checkpointing_disable", None)
         or model.gradient_checkpointing_disable

@@ -1,4 +1,4 @@
-"""Command lines in this process, and what they end with."""
+"""Runs command lines in this process and checks how they end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hf_distca.tools.cli import app
 
 
 def run(*arguments: str | Path | float, given: str | bytes | None = None) -> Result:
-    """Run `hf-distca` with these words, and with text for its standard input."""
+    """Run `hf-distca` with these words. `given` is its standard input."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
 
 
 def check_one_line(result: Result, message: str = "") -> None:
-    """Check that a command ended with a line that has this message, and with status 2."""
+    """Check that a command ended with status 2 and one line that contains this message."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.output
     assert message in result.stderr
@@ -25,6 +25,6 @@ def check_one_line(result: Result, message: str = "") -> None:
 
 
 def write(path: Path, content: object) -> Path:
-    """Write text, or a value as JSON, into a file."""
+    """Write text, or a value as JSON, to a file."""
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path

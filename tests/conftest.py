@@ -9,21 +9,21 @@ import pytest
 if TYPE_CHECKING:
     from ranks import RankPool
 
-# Nothing that is imported is garbage, and looking for it takes a third of the time. Until all tests
-# are collected.
+# Imported modules are no garbage, and looking for garbage takes a third of the time, so the
+# collector stays off until all tests are collected.
 gc.disable()
 
-# Of one pool, and of one that the next file may not need. Calls leave communicators, and each of
-# their threads wakes up a hundred times a second: after some hundred calls that was half of what
-# two cores did.
+# The most calls of a pool before it is closed, and of a pool that the next file may not need. Each
+# call leaves communicators whose threads wake up a hundred times a second: after some hundred
+# calls, they used half of two cores.
 _CALLS, _CALLS_OF_OTHERS = 15, 5
 _POOLS: dict[int, RankPool] = {}
 
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """Pools of real gloo ranks by size, started when first asked for, and again after one died or
-    had many calls.
+    """Create pools of gloo ranks by size. A pool starts when a test first asks for it, and again
+    after it died or had many calls.
     """
     from ranks import RankPool
 
@@ -42,29 +42,27 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Not within a test: new ranks do what others have done before, which would make a difference
-    between two calls.
-    """
+    """Close pools only between tests: two calls in one test must see equally used ranks."""
     calls = _CALLS if nextitem is not None and nextitem.path == item.path else _CALLS_OF_OTHERS
     for size in [size for size, pool in _POOLS.items() if pool.calls >= calls]:
         _POOLS.pop(size).close()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hypothesis is not imported where other processes run the tests: they start after that."""
+    """Import hypothesis only in the processes that run tests: under xdist, workers start later."""
     if config.getoption("dist") != "no":
         gc.enable()
         return
     from hypothesis import settings
 
-    # Examples are timed by the wall clock: on a busy machine any of them may take longer than the
+    # Hypothesis times examples by the wall clock. On a busy machine, any of them may exceed the
     # default deadline.
     settings.register_profile("no deadline", deadline=None)
     settings.load_profile("no deadline")
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported is for ever: no collection has to look at it
+    gc.freeze()  # imported objects stay: collections need not look at them
     gc.enable()
 
 

@@ -1,9 +1,9 @@
-"""Autograd for tensors of `fake_cuda`, in processes of their own.
+"""Autograd for tensors of `fake_cuda`, in separate processes.
 
-A build of torch for CPUs cannot record gradients of CUDA tensors, because nothing in it knows such
-devices. The library that is made of `cuda_autograd.cpp` says that there is one. Backward then runs
-in a thread of its own, as on a GPU and unlike on a CPU. torch asks once, while it is imported, and
-the answer holds for the whole process: so the library is loaded before torch.
+A build of torch for CPUs cannot record gradients of CUDA tensors, because no part of it knows such
+devices. The library built from `cuda_autograd.cpp` reports one device. Backward then runs in a
+separate thread, as on a GPU and unlike on a CPU. torch asks for devices once, during its import, so
+the library is loaded before torch.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ BUILD = Path(__file__).parents[1] / "build" / "cuda_autograd"
 
 
 def library() -> Path:
-    """The library, which a compiler makes once for each torch, whose folder it names, in a few
-    seconds; skips where there is no compiler.
+    """Return the library. A compiler builds it in a few seconds, once for each torch; without a
+    compiler, the test is skipped.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
-        pytest.skip("there is no C++ compiler, which autograd on a GPU that is not there needs")
+        pytest.skip("autograd on a fake GPU needs a C++ compiler, and there is none")
     here = Path(torch.__file__).parent
     content = SOURCE.read_bytes() + f"{torch.__version__} {here}".encode()
     path = BUILD / f"{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not path.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")  # another process may make it, too
+        partial = path.with_suffix(f".{os.getpid()}")  # another process may build the same file
         options = [
             "-std=c++20",
             "-O0",
@@ -56,11 +56,11 @@ def library() -> Path:
 
 
 def process() -> ProcessPoolExecutor:
-    """A process with autograd for CUDA tensors, which runs one module-level function after
+    """Start a process with autograd for CUDA tensors. It runs one module-level function after
     another.
     """
     executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-    # A process has the environment of whoever starts it.
+    # The new process inherits this environment.
     with patch.dict(os.environ, LD_PRELOAD=str(library())):
         executor.submit(torch.set_num_threads, 1).result(timeout=120)
     return executor

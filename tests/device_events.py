@@ -1,4 +1,4 @@
-"""A stand-in for CUDA events: a device that works when it is told to."""
+"""Fake CUDA events on a device that works only on request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 class Device:
-    """Its host records events; each kernel takes a time. Nothing has happened until `finish` or
-    until somebody waits.
+    """A host records events, and each kernel takes a time. The device works only in `finish`, or
+    when the host waits for an event.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Device:
         self.events = 0
 
     def launch(self, seconds: float) -> None:
-        """Work for the device."""
+        """Launch work that takes this time."""
         self.launched += seconds
 
     def finish(self, until: float | None = None) -> None:

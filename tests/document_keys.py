@@ -1,4 +1,4 @@
-"""The documents of a batch of one row, said by each key that says them."""
+"""The documents of a batch of one row, given by each key that can give them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_distca.agreement.documents import DOCUMENT_KEYS, PackedDocuments
 
 
 def say_documents(lengths: Sequence[int]) -> dict[str, Any]:
-    """A value of each key of `DOCUMENT_KEYS`; each says all there is to say."""
+    """Return a value for each key of `DOCUMENT_KEYS`. Each one alone gives all documents."""
     said = {
         "distca_documents": PackedDocuments(lengths),
         "cu_seq_lens_q": torch.tensor([0, *accumulate(lengths)]),

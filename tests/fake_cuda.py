@@ -1,10 +1,10 @@
-"""A GPU without one: tensors that have its device, dtypes and shapes, and no memory.
+"""A GPU without hardware: tensors with its device, dtypes and shapes, but no memory.
 
-torch's FakeTensorMode runs every operation for its shapes alone, on devices that are not there, and
-raises where an operation would mix devices. A build of torch for CPUs refuses some things before
-the mode sees them; those are done by the operations under them. It has no autograd on such devices:
-`Tape` calls autograd functions one after another, and backwards. `cuda_autograd` gives a process of
-its own what autograd lacks.
+torch's FakeTensorMode runs every operation for its shapes alone, on devices that do not exist, and
+raises if an operation would mix devices. A build of torch for CPUs refuses some calls before the
+mode sees them. Their underlying operations run instead. Such a build also has no autograd on these
+devices: `Tape` calls autograd functions one after another, and then backwards. `cuda_autograd` adds
+autograd to a separate process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hf_distca import kernels
 from hf_distca.kernels import flash
 
 CUDA = torch.device("cuda", 0)
-# A build for CUDA would look for the GPU.
+# A build for CUDA would look for the real GPU.
 needs_cpu_build = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch is built for CUDA: there a GPU has to be real"
+    torch.version.cuda is not None, reason="a torch built for CUDA needs a real GPU"
 )
 
 
@@ -92,11 +92,11 @@ def _copy_(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 class _Changed(TorchFunctionMode):
-    """Other functions in the place of some.
+    """Replaces some functions by others.
 
-    A method of `torch.Tensor` that is patched and restored is not what it was: once `__getitem__`
-    was, tensors are sequences to CPython, and `torch.tensor` of a list of numbers fails from then
-    on.
+    Patching methods of `torch.Tensor` leaves traces even after they are restored: once
+    `__getitem__` was patched, CPython takes tensors for sequences, and `torch.tensor` of a list of
+    numbers fails from then on.
     """
 
     def __init__(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -110,8 +110,8 @@ class _Changed(TorchFunctionMode):
 
 
 class _EfficientBackward(TorchDispatchMode):
-    """Shapes of memory-efficient attention's backward: those that torch 2.13 has are of other
-    arguments than the operation.
+    """Gives the shapes of the backward of memory-efficient attention, because torch 2.13 has them
+    for other arguments than the operation takes.
     """
 
     def __torch_dispatch__(
@@ -131,16 +131,16 @@ class _EfficientBackward(TorchDispatchMode):
 def fake_cuda(
     capability: tuple[int, int] = (9, 0), *, autograd: bool = False
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Inside, tensors may be on a GPU of this compute capability. Yields the shapes of the tensors
+    """Let tensors lie on a fake GPU of this compute capability. Yields the shapes of the tensors
     that were pinned.
 
-    With `autograd`, gradients are recorded: only in a process that began with the library of
+    With `autograd`, gradients are recorded; this needs a process that began with the library of
     `cuda_autograd`.
     """
     pinned: list[tuple[int, ...]] = []
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        assert tensor.device.type == "cpu", "only memory of the host can be pinned"
+        assert tensor.device.type == "cpu", "only host memory can be pinned"
         pinned.append(tuple(tensor.shape))
         return tensor
 
@@ -163,7 +163,7 @@ def fake_cuda(
         _Changed(changes),
         patch.multiple(torch.cuda, **gpu),
         patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
-        # What is remembered of the GPU that is there, or of another one.
+        # Do not use cached results of the real GPU or of another fake one.
         patch.object(kernels, "_select_once", kernels._select_once.__wrapped__),
         patch.object(kernels, "_check_once", kernels._check_once.__wrapped__),
         patch.object(
@@ -179,7 +179,7 @@ def fake_cuda(
 
 
 class _Context:
-    """What an autograd function keeps."""
+    """The context of an autograd function."""
 
     needs_input_grad = (True,) * 16
     saved_tensors: tuple[torch.Tensor | None, ...] = ()
@@ -189,7 +189,7 @@ class _Context:
 
 
 class Tape:
-    """In place of `torch.autograd.Function.apply`, for functions that are chained by their first
+    """Replaces `torch.autograd.Function.apply` for functions that are chained by their first
     output.
     """
 
@@ -197,14 +197,14 @@ class Tape:
         self.calls: list[tuple[type[torch.autograd.Function], _Context]] = []
 
     def apply(self, function: type[torch.autograd.Function], *inputs: Any) -> torch.Tensor:
-        """The forward of a function."""
+        """Run the forward of a function."""
         self.calls.append((function, _Context()))
         result: torch.Tensor = function.forward(self.calls[-1][1], *inputs)
         return result
 
     def backward(self, gradient: torch.Tensor) -> list[list[torch.Tensor | None]]:
-        """The gradients of the inputs of each function, the last one first. Each gets the gradient
-        of the next one's anchor.
+        """Return the gradients of the inputs of each function, the last one first. Each function
+        gets the gradient of the next one's anchor.
         """
         found = []
         while self.calls:

@@ -1,4 +1,4 @@
-"""Models that compute in float64 alone."""
+"""Models that compute entirely in float64."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Float64Throughout(TorchFunctionMode):
-    """Tensors of float64 stay so where the code of a model converts them to float32 (rules of
-    recurrent layers, norms, gates).
+    """Keeps float64 tensors where the code of a model converts them to float32, as in rules of
+    recurrent layers, norms and gates.
 
-    So a difference is not the rounding of float32, which hides those below 1e-5.
+    Differences then show errors below 1e-5, which the rounding of float32 would hide.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,9 +1,9 @@
-"""Processes that start in a tenth of a second: forks of one process that has imported what tests
-need, and has run no test.
+"""Processes that start in a tenth of a second: forks of one process that has imported the modules
+that tests need, and has run no test.
 
-An import of hf_distca takes five seconds of a processor, which a fork does not pay. In all else a
-fork is as fresh as a new interpreter: it has the environment of whoever starts it, one thread, and
-it ends as a program does.
+An import of hf_distca takes five seconds of a processor, which a fork saves. Otherwise a fork is as
+fresh as a new interpreter: it has the environment of the process that starts it, and one thread,
+and it ends as a program does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Libraries that patch others (TRL) or read settings when they are imported (trackers) are left to
-# those who use them.
+# Not preloaded: libraries that patch others (TRL) or read settings during their import (trackers).
 PRELOADED = [
     "uncollected",
     "torch",
@@ -35,18 +34,18 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "pytest",
     "hypothesis",
-    "deepspeed",  # where it is installed, accelerate imports it in every Trainer of several ranks
+    "deepspeed",  # if installed, accelerate imports it in each Trainer of several ranks
     "loops",
 ]
-# A fork has the thread that calls it alone, so libraries may start none where these are imported.
+# A fork has only the thread that calls it, so libraries must start none during these imports.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def start(
     function: Callable[..., object], *args: Any, daemon: bool = True, **changes: str
 ) -> ForkServerProcess:
-    """Run a module-level function in a process of its own, which ends after it; `changes` are for
-    its environment.
+    """Run a module-level function in a new process, which ends after it. `changes` are added to its
+    environment.
     """
     process = _context().Process(
         target=_begin, args=({**os.environ, **changes}, function, args), daemon=daemon
@@ -59,9 +58,9 @@ def start(
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    # `loops` is there.
+    # The folder of `loops`.
     paths = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
-    # A fork has that of whoever starts it.
+    # A fork gets the environment of the process that starts it, in `_begin`.
     with patch.dict(os.environ, ONE_THREAD, PYTHONPATH=os.pathsep.join(paths)):
         forkserver.ensure_running()
     return context
@@ -74,12 +73,12 @@ def _begin(
     from tqdm import tqdm
 
     os.environ.clear()
-    # Else accelerate gives every rank more threads than there are cores.
+    # Otherwise accelerate gives every rank more threads than there are cores.
     os.environ.update(environment, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    # Its own is shared by processes, and stays behind where one is killed.
+    # tqdm's default lock is shared by processes, and stays locked if one of them is killed.
     tqdm.set_lock(threading.RLock())
-    # What was imported is for ever: no collection, not even that of the end, has to look at it.
+    # Imported objects stay: no collection has to look at them, not even the one at exit.
     gc.freeze()
     gc.enable()
     code = 0
@@ -93,9 +92,9 @@ def _begin(
         traceback.print_exc()
         sys.last_value = error
         code = 1
-    # A fork would end without the functions registered for the end, and without the end of the
-    # interpreter: threads of gloo that are late, or that wait for ever, would go unnoticed. Where
-    # no thread is left, it would be half a second that shows nothing.
+    # A fork ends without exit functions and without the end of the interpreter, so run both here:
+    # they show threads of gloo that are late or wait forever. If no thread is left, skip the end
+    # of the interpreter, which takes half a second.
     if _has_one_thread():
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -107,6 +106,6 @@ def _begin(
 
 
 def _has_one_thread() -> bool:
-    """Whether this process has one thread, of libraries, too; only Linux says so."""
+    """Return whether this process has one thread, with those of libraries (Linux only)."""
     tasks = Path("/proc/self/task")
     return tasks.exists() and len(list(tasks.iterdir())) == 1

@@ -1,14 +1,14 @@
-"""Streams of a GPU that is not there: which work may run at the same time, and whether it touches
-the same memory.
+"""Streams of a fake GPU: which operations may run at the same time, and whether they touch the same
+memory.
 
-Each stream has a clock of the work that it has been given, and of what it knows to be done on the
-others: it learns of that where it waits. Two accesses to the same memory, one of them a write, race
-if the later one's stream does not know of the earlier one. Memory that nobody holds goes back to
-the stream that it was made on, whose next work may write there: as in torch's allocator, which
-looks at no other stream. So by then that stream has to know of all that was done with it.
+Each stream has a clock of its own work and of the work on other streams that it knows to be done. A
+stream learns of other work where it waits. Two accesses to the same memory, one of them a write,
+race if the stream of the later access does not know of the earlier one. Memory without an owner
+returns to the stream that allocated it, whose next work may write there. torch's allocator does the
+same, and looks at no other stream. So that stream must then know of all work that used the memory.
 
-What is not modelled: how long work takes, what NCCL does inside, and operations that work on other
-streams by themselves.
+Not modelled: the duration of work, the inside of NCCL, and operations that use other streams by
+themselves.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Clock = dict[str, int]
 
 @dataclass
 class _Memory:
-    """The last access of each stream to a piece of memory, by the clock of that stream, and whose
-    it is when it is freed.
+    """The last access of each stream to a piece of memory, by the clock of that stream, and the
+    stream that gets the memory when it is freed.
     """
 
     reference: StorageWeakRef
@@ -48,9 +48,8 @@ class Streams(TorchDispatchMode):
 
     Attributes:
         current: the stream that operations go to.
-        races: what could go wrong, in words.
-        log: stream and what it was given, in the order in which the host gave it: waits, exchanges
-            and tasks.
+        races: descriptions of possible races.
+        log: pairs of a stream and its work (waits, exchanges, tasks), in the order of the host.
     """
 
     def __init__(self) -> None:
@@ -65,12 +64,12 @@ class Streams(TorchDispatchMode):
 
     @contextmanager
     def installed(self) -> Iterator[Streams]:
-        """Inside, torch's streams are these, and operations are recorded."""
+        """Replace torch's streams and record operations."""
         streams = self
 
         class Stream:
             def __init__(self, device: torch.device, priority: int = 0) -> None:
-                assert priority < 0, "what waits for it is on the way to other ranks"
+                assert priority < 0, "other ranks wait for the work of this stream"
                 streams._made += 1
                 self.name = f"stream {streams._made}"
 
@@ -99,11 +98,11 @@ class Streams(TorchDispatchMode):
         messages._make_stream.cache_clear()
 
     def known(self, stream: str) -> Clock:
-        """What is done when all that a stream was given until now is done."""
+        """Return the work that is done when all work of a stream until now is done."""
         return dict(self._clocks[stream])
 
     def learn(self, stream: str, clock: Clock) -> None:
-        """A stream waits until that is done."""
+        """Let a stream wait for the work of a clock."""
         mine = self._clocks[stream]
         for other, time in clock.items():
             mine[other] = max(mine.get(other, 0), time)
@@ -111,7 +110,7 @@ class Streams(TorchDispatchMode):
     def work(
         self, stream: str, what: str, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
     ) -> None:
-        """A stream is given work."""
+        """Give work to a stream."""
         self._bury()
         clock = self._clocks[stream]
         clock[stream] = clock.get(stream, 0) + 1
@@ -174,7 +173,7 @@ def _on_gpu(value: Any) -> bool:
 
 @dataclass
 class Link:
-    """A channel over NCCL: its exchanges are on a stream of their own, one after another."""
+    """A channel over NCCL. Its exchanges run on a separate stream, one after another."""
 
     streams: Streams
     is_gloo = False
@@ -187,7 +186,9 @@ class Link:
         send_bytes: Mapping[int, int],
         purpose: str,
     ) -> Flight:
-        """As `Channel.start`; sizes are those of the messages, and keep what follows aligned."""
+        """Start an exchange, as `Channel.start`. Check that the sizes match the messages and keep
+        alignment.
+        """
         for message, sizes in ((received, receive_bytes), (sent, send_bytes)):
             assert message.dtype == torch.uint8
             assert message.shape == (sum(sizes.values()),)
@@ -200,9 +201,7 @@ class Link:
 
 @dataclass
 class Flight:
-    """An exchange under way, which holds its messages until a stream waits for it, as torch
-    does.
-    """
+    """An exchange in progress. It holds its messages until a stream waits for it, as torch does."""
 
     link: Link
     name: str
@@ -210,7 +209,7 @@ class Flight:
     held: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
-        """The current stream waits."""
+        """Let the current stream wait."""
         streams = self.link.streams
         streams.learn(streams.current, self.clock)
         streams.log.append((streams.current, f"wait {self.name}"))

@@ -1,4 +1,4 @@
-"""Handles of micro-batches, as the mask function makes them for a model that it does not find."""
+"""Handles of micro-batches, as the mask function makes them if it finds no model."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Raises where the host would wait for a device: on every operation that reads what a tensor holds.
+"""Raises where the host would wait for a device: at every operation that reads the values of a
+tensor.
 
-On CPUs such reads cost nothing and go unnoticed; on a GPU each of them stops the host until the GPU
-has done all that was launched. So tests put `NoHostSyncs` around what must not wait, and CPU
-tensors stand for those of a GPU.
+On CPUs such reads cost nothing and go unnoticed. On a GPU, each of them stops the host until the
+GPU has done all launched work. So tests put `NoHostSyncs` around code that must not wait, and CPU
+tensors stand for GPU tensors.
 
-What gloo does with messages is outside: it moves host memory, and the host waits for it. The same
-exchanges over NCCL do not.
+Exchanges over gloo are exempt: gloo moves host memory, and the host waits for it. The same
+exchanges over NCCL do not wait.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operations whose result, or the size of it, depends on values: CUDA's implementations copy
-# something to the host and wait.
+# Operations whose result, or its size, depends on values: CUDA's implementations copy data to the
+# host and wait.
 READS = frozenset(
     {
-        "_local_scalar_dense",  # item, bool, int, float, index: all that makes a number of a tensor
+        "_local_scalar_dense",  # item, bool, int, float, index: conversions of a tensor to a number
         "is_nonzero",
         "equal",
         "allclose",
@@ -36,13 +37,13 @@ READS = frozenset(
         "unique_consecutive",
         "unique_dim_consecutive",
         "bincount",
-        "histc",  # of a range that is to be found; a given one is not read
-        "repeat_interleave",  # without a size of the output, which another overload takes
+        "histc",  # reads values only without a given range
+        "repeat_interleave",  # unless the size of the output is given
         "tensor_split",
         "_pad_packed_sequence",
     }
 )
-# These take masks as well as positions, and count what a mask selects.
+# These take masks as well as positions, and count the elements that a mask selects.
 INDEXING = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 )
@@ -59,14 +60,14 @@ class HostSyncError(AssertionError):
 
 
 class NoHostSyncs(TorchDispatchMode):
-    """Inside, a read of a tensor raises `HostSyncError`.
+    """Raises `HostSyncError` at each read of a tensor.
 
     Args:
-        of: the tensors that stand for those of a device; whatever is computed of one is of the
-            device, too, and other tensors may be read. None for all tensors.
+        of: the tensors that stand for device tensors, as do all results computed from them. Other
+            tensors may be read. None for all tensors.
 
     Attributes:
-        operations: how many were looked at.
+        operations: number of operations that were checked.
     """
 
     def __init__(self, of: Iterable[torch.Tensor] | None = None) -> None:
@@ -139,18 +140,18 @@ class NoHostSyncs(TorchDispatchMode):
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
         if self._known is not None:
             for tensor in tensors:
-                # held, so that its number is not used again.
+                # Keep the reference, so that its `cdata` is not used again.
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self._known.setdefault(reference.cdata, reference)
 
 
 def _has_range(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a histogram (x, bins, min, max) of a range that is given."""
+    """Return whether this is a histogram (x, bins, min, max) with a given range."""
     bounds = dict(zip(("min", "max"), args[2:], strict=False)) | kwargs
     return name == "histc" and bounds.get("min", 0) != bounds.get("max", 0)
 
 
-# What `torch.Tensor` itself has of the methods; the others it inherits.
+# The methods that `torch.Tensor` itself defines; it inherits the others.
 _OWN = {name: vars(torch.Tensor)[name] for name in METHODS if name in vars(torch.Tensor)}
 
 

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, counted operation by operation."""
+"""Bytes of live tensors, counted operation by operation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages that operations inside returned and that still live, and the most of them at
-    a time.
-    """
+    """Counts the bytes of live storages that operations returned, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.paused:
-            # What was there before does not count, nor do views of it.
+            # Storages from before, and views of them, do not count.
             self.note(tree_leaves((args, kwargs)), new=False)
         result = func(*args, **(kwargs or {}))
         if not self.paused:
@@ -64,13 +62,13 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Bytes alive now."""
+        """Return the live bytes."""
         gc.collect()
         return self._alive()
 
     def settle(self, expected: int = 0) -> int:
-        """Bytes alive now, or a moment later: gloo's thread still holds a message when the exchange
-        was waited for.
+        """Return the live bytes, or wait a moment for fewer: gloo's thread still holds a message
+        right after the wait for its exchange.
         """
         if self._alive() > expected:
             gc.collect()
@@ -80,13 +78,13 @@ class LiveBytes(TorchDispatchMode):
         return alive
 
     def take_peak(self) -> int:
-        """The most bytes since the last call."""
+        """Return the peak of live bytes since the last call."""
         peak, self._peak = self._peak, 0
         return peak
 
 
 class OutsideKernel:
-    """A kernel whose inner tensors are not counted, its results are."""
+    """A kernel whose results count, but not its inner tensors."""
 
     name = "outside"
 
@@ -112,6 +110,6 @@ class OutsideKernel:
             result = call(*arguments)
         finally:
             self.live.paused = False
-        if self.live.entered:  # what was computed outside is not the mode's
+        if self.live.entered:  # outside the mode, results do not count
             self.live.note(result)
         return result

@@ -1,4 +1,4 @@
-"""Imported for what it does: it plans, which loads the scheduler's compiled loop."""
+"""Imported for its effect: it plans, which loads the scheduler's compiled loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages that a user reads, and the commands in them."""
+"""The pages of the project, and the commands in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INLINE = re.compile(r"`((?:python|hf-distca|accelerate|pytest|make|mkdocs) [^`]
 
 @cache
 def commands() -> frozenset[str]:
-    """Every command, without the remark behind it."""
+    """Return every command, without the remark behind it."""
     texts = [(ROOT / page).read_text() for page in PAGES]
     blocks = [
         line.split(" # ")[0].strip()
@@ -37,8 +37,8 @@ def commands() -> frozenset[str]:
 
 
 def printed(page: str) -> list[tuple[list[str], str]]:
-    """What a page says that commands print: the commands of each block, and the text right below
-    it.
+    """Return the commands of each block of a page that is followed by their output, with that
+    output.
     """
     return [
         (block.splitlines(), text.rstrip())
@@ -47,7 +47,7 @@ def printed(page: str) -> list[tuple[list[str], str]]:
 
 
 def on_a_page(command: str) -> str:
-    """The command, word for word that of a page: tests name so what they run.
+    """Check that a page has exactly this command, and return it.
 
     Raises:
         AssertionError: if no page has it.
@@ -58,7 +58,7 @@ def on_a_page(command: str) -> str:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command that a page has, with the paths of the repository's files."""
+    """Return the words of a command on a page. Paths of the repository's files are absolute."""
     return [
         str(ROOT / word) if _FILES.match(word) else word for word in shlex.split(on_a_page(command))
     ]

@@ -1,6 +1,4 @@
-"""Real processes for tests: a pool of gloo ranks that stay up and run one function after
-another.
-"""
+"""Pools of gloo ranks: processes that stay up and run one function after another."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ import forks
 class RankPool:
     """`world_size` processes in one gloo world. Call it with a module-level function and arguments.
 
-    `join` makes a process the rank of a number; by default of a world that meets in a file.
+    `join` makes a process the rank with a given index, by default in a world that meets in a file.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = Pipe()
             self._processes.append(forks.start(_serve, rank, join, theirs, daemon=daemon))
-            theirs.close()  # else a rank that dies would leave a connection that never ends
+            theirs.close()  # otherwise the pipe of a rank that dies would not end
             self._pipes.append(ours)
 
     def __call__(
@@ -65,12 +63,13 @@ class RankPool:
                     ok, value = pipe.recv()
                 except EOFError:
                     process = self._processes[rank]
-                    process.join(5.0)  # its pipe may end before it does
+                    process.join(5.0)  # the pipe may end before the process
                     ok, value = False, f"died with exit status {process.exitcode}"
                 results[rank] = value
                 if not ok:
                     failures.append(f"rank {rank}: {value}")
-            # The others may wait for the one that failed: give them a moment to fail by themselves.
+            # Other ranks may wait for the one that failed: give them a moment to fail by
+            # themselves.
             if failures:
                 deadline = min(deadline, time.monotonic() + 5.0)
         missing = sorted(set(range(self.world_size)) - set(results))
@@ -91,7 +90,7 @@ class RankPool:
         return bool(self._processes) and all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Kill what was started."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -101,7 +100,7 @@ class RankPool:
         self._folder.cleanup()
 
 
-RankPools = Callable[[int], RankPool]  # the fixture `rank_pool`: a pool of a size
+RankPools = Callable[[int], RankPool]  # type of the fixture `rank_pool`
 
 
 def _serve(rank: int, join: Callable[[int], None], pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Which collectives a piece of Python code calls."""
+"""Records the collectives that Python code calls."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ COLLECTIVES = (
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Names of the collectives of torch.distributed that Python code calls inside, and exchanges of
-    core attention.
+    """Record the names of the torch.distributed collectives that Python code calls, and the
+    exchanges of core attention.
     """
     names: list[str] = []
 
@@ -46,7 +46,7 @@ def recorded() -> Iterator[list[str]]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch runs inside, by name: a host sync is an operation, too."""
+    """Counts the operations of torch by name. A host sync is an operation, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def counted_planning() -> Iterator[list[str]]:
-    """What the collectives of planning are for, in the order in which this rank calls them
-    inside.
+    """Record the purposes of the collectives of planning, in the order in which this rank calls
+    them.
     """
     seen: list[str] = []
 

@@ -1,5 +1,5 @@
-"""Commands in forks: the processes that `python SCRIPT`, `torchrun SCRIPT` or `accelerate launch
-SCRIPT` would start, without the imports.
+"""Commands run in forks: the processes that `python SCRIPT`, `torchrun SCRIPT` or `accelerate
+launch SCRIPT` would start, without the time of imports.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 
 
 def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
-    """Run a command in `folder` and return what it printed.
+    """Run a command in `folder` and return its output.
 
     Raises:
         AssertionError: with the output, if the command failed or took longer than `timeout`
@@ -32,9 +32,9 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
         case ["python", *script]:
             return _run(script, [{}], folder, timeout)
         case ["torchrun", "--nproc_per_node", size, *script]:
-            return _run(script, _ranks(int(size), _find_free_port()), folder, timeout)
+            return _run(script, _make_environments(int(size), _find_free_port()), folder, timeout)
         case ["accelerate", "launch", *options]:
-            return _run(*_launched(options), folder, timeout)
+            return _run(*_read_launch(options), folder, timeout)
         case ["hf-distca" | "pytest" as name, *arguments]:
             return _run(
                 [str(Path(sys.executable).with_name(name)), *arguments], [{}], folder, timeout
@@ -42,9 +42,9 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
     raise ValueError(f"this cannot be run as a fork: {command}")
 
 
-def _launched(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """Script and arguments, and the environment of each rank: accelerate reads its options itself,
-    only torchrun is left out.
+def _read_launch(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the script with its arguments, and the environment of each rank. accelerate reads its
+    options itself; only torchrun is skipped.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
@@ -59,7 +59,7 @@ def _launched(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
     return ["-m"] * bool(arguments.module) + [
         arguments.training_script,
         *arguments.training_script_args,
-    ], [shared | rank for rank in _ranks(arguments.num_processes, port)]
+    ], [shared | rank for rank in _make_environments(arguments.num_processes, port)]
 
 
 def _find_free_port() -> str:
@@ -68,8 +68,8 @@ def _find_free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def _ranks(size: int, port: str) -> list[dict[str, str]]:
-    """The environment that torchrun gives to each rank."""
+def _make_environments(size: int, port: str) -> list[dict[str, str]]:
+    """Return the environment that torchrun gives to each rank."""
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
@@ -99,7 +99,7 @@ def _run(
 
 
 def _wait(processes: list[ForkServerProcess], deadline: float) -> bool:
-    """Whether all ended in time; if one fails, the others have no more to do."""
+    """Return whether all processes ended in time. If one fails, do not wait for the others."""
     while any(process.is_alive() for process in processes) and not any(
         process.exitcode for process in processes
     ):
@@ -110,11 +110,11 @@ def _wait(processes: list[ForkServerProcess], deadline: float) -> bool:
 
 
 def _kill(process: ForkServerProcess) -> None:
-    """Kill what is left of a process and of all that it started."""
+    """Kill a process and all that it started."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # nothing is left, or it has not come to have a group of its own
+    except ProcessLookupError:  # the group has ended, or the process has not made it yet
         process.kill()
     process.join()
 
@@ -143,8 +143,8 @@ def _keep_caches_in(folder: Path) -> None:
 
 
 def _fork_what_it_spawns() -> None:
-    """What is spawned imports everything again. It has to be picklable for that, which is checked
-    here.
+    """Replace spawned processes, which import every module again, by forks. Check that the function
+    can be pickled, which a spawn needs.
     """
     from torch import multiprocessing
 

@@ -1,5 +1,5 @@
-"""Private names of torch, transformers and accelerate: all in one file, and what is said of them
-there holds.
+"""Private names of torch, transformers and accelerate: they are all in one file, and its statements
+about them are true.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_no_other_file_has_a_private_name_of_theirs() -> None:
+def test_no_other_file_has_a_private_name_of_other_packages() -> None:
     texts = {path.relative_to(SOURCE): path.read_text(encoding="utf-8") for path in OTHERS}
     for path, text in texts.items():
         assert "SLF001" not in text, f"{path} asks ruff to overlook a private member"
-        private = private_names(text)
+        private = list_private_names(text)
         assert not private, f"{path} has {private}: take it from hf_distca.borrowed"
 
 
-def private_names(text: str) -> list[str]:
-    """Names of other packages in a source that are not for others."""
+def list_private_names(text: str) -> list[str]:
+    """List the private names of other packages in a source."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
@@ -56,11 +56,11 @@ def private_names(text: str) -> list[str]:
     return found
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_of_borrowed_exists() -> None:
     assert [name for name in borrowed.__all__ if not hasattr(borrowed, name)] == []
 
 
-def test_a_recompute_is_told_from_a_forward() -> None:
+def test_is_in_backward_is_true_only_in_backward() -> None:
     seen = []
 
     class Identity(torch.autograd.Function):
@@ -78,24 +78,24 @@ def test_a_recompute_is_told_from_a_forward() -> None:
     assert seen == [False, True]
 
 
-def test_changes_in_place_are_counted() -> None:
+def test_version_of_a_tensor_grows_with_changes_in_place() -> None:
     tensor = torch.zeros(3)
     before = borrowed.get_version(tensor)
     tensor[1:].add_(1)
     assert borrowed.get_version(tensor) > before
 
 
-def test_masks_are_made_of_the_parts_that_are_named() -> None:
+def test_named_parts_of_masks_exist_in_transformers() -> None:
     there = {name for name, value in vars(masking_utils).items() if inspect.isfunction(value)}
-    # The newest versions have all of them. The oldest lack these two.
+    # The newest versions have all parts. The oldest lack these two.
     assert borrowed.CAUSAL_MASK_PARTS | {borrowed.MASK_UNION, borrowed.MASK_BLOCKS} <= there | {
         "remap_positions_for_packed_sequence",
         borrowed.MASK_BLOCKS,
     }
 
 
-def test_models_ask_for_attention_names_where_borrowed_says() -> None:
-    """`let_names_pass` replaces the method that a model calls when it is made."""
+def test_new_model_calls_the_method_that_checks_attention_names() -> None:
+    """`let_names_pass` replaces this method."""
     config = LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
     )
@@ -113,7 +113,7 @@ def test_models_ask_for_attention_names_where_borrowed_says() -> None:
 
 
 class FakeWorld:
-    """A world of which this is rank 1."""
+    """A world in which this process is rank 1."""
 
     bound_device_id = None
 
@@ -122,7 +122,7 @@ class FakeWorld:
 
 
 class FakeNccl:
-    """What a torch without CUDA lacks."""
+    """The class that a torch without CUDA lacks."""
 
     class Options:
         is_high_priority_stream = False
@@ -130,7 +130,7 @@ class FakeNccl:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
-def test_messages_over_nccl_have_a_stream_of_high_priority(
+def test_nccl_group_for_messages_has_a_high_priority_stream(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, object] = {}
@@ -156,7 +156,7 @@ def test_messages_over_nccl_have_a_stream_of_high_priority(
         assert (options.is_high_priority_stream, options._timeout) == (True, timedelta(seconds=9))
 
 
-def test_a_trainer_takes_another_batch_size_after_it_was_made(tmp_path: Path) -> None:
+def test_batch_size_of_an_existing_trainer_can_be_changed(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
     model = LlamaForCausalLM(
@@ -189,7 +189,7 @@ def test_older_trainers_count_the_targets_of_shares(
     )
 
 
-def test_functions_of_packages_are_told_from_those_of_torch() -> None:
+def test_is_of_package_is_true_only_for_functions_of_packages() -> None:
     hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
     if not hasattr(hub_kernels, "use_kernel_func_from_hub_with_fallback"):
         return  # before 5.16
@@ -206,7 +206,7 @@ def test_functions_of_packages_are_told_from_those_of_torch() -> None:
         found, missing = decorated("a_package"), decorated("no_package")
 
     def as_module(func: Any) -> torch.nn.Module:
-        """What `kernels` makes of a function."""
+        """Wrap a function in a module, as `kernels` does."""
 
         class Func(torch.nn.Module):
             def forward(self, *args: Any) -> Any:
@@ -218,7 +218,7 @@ def test_functions_of_packages_are_told_from_those_of_torch() -> None:
     assert not any(borrowed.is_of_package(one) for one in (missing, as_module(missing), as_module))
 
 
-def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
+def test_worker_info_can_be_hidden_and_split_streams_are_counted() -> None:
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -242,7 +242,7 @@ def test_loader_workers_are_hidden_and_divided_streams_told() -> None:
     )
 
 
-def test_whether_a_profiler_records() -> None:
+def test_is_profiling_is_true_only_while_a_profiler_records() -> None:
     assert not borrowed.is_profiling()
     with torch.profiler.profile():
         assert borrowed.is_profiling()

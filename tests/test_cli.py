@@ -1,4 +1,4 @@
-"""`hf-distca plan`, which divides a placement and deals lengths, and the verbs that are gone."""
+"""`hf-distca plan`, which plans a placement or deals lengths, and removed verbs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEGMENTS = [[[0, 0, 30000, 60000]], [[0, 30000, 60000, 60000]], [[1, 0, 100, 100
 DEALT = [10000, *[1000] * 6, 384]
 
 
-def test_help_and_version() -> None:
+def test_help_lists_plan_but_no_removed_verb() -> None:
     said = run("--help").output
     assert "plan" in said
     assert " deal " not in said
@@ -35,12 +35,12 @@ def test_help_and_version() -> None:
         ("simulate --lengths prolong --tp 8", "python benchmarks/simulated/simulate.py"),
     ],
 )
-def test_verbs_that_are_gone_name_what_to_use_instead(command: str, instead: str) -> None:
+def test_removed_verbs_name_their_replacement(command: str, instead: str) -> None:
     check_one_line(run(*command.split()), instead)
 
 
 @pytest.mark.parametrize("cost", ["pairs", "cpu", "cuda"])
-def test_plan_of_segments(tmp_path: Path, cost: str) -> None:
+def test_plan_of_segments_covers_every_row_once(tmp_path: Path, cost: str) -> None:
     file = write(tmp_path / "placement.json", {"rank_segments": SEGMENTS, "name": "any"})
     output = tmp_path / "plan.json"
     whole, split = f"--output {output} --cost {cost} --head-groups 1", f"-o {output} --cost {cost}"
@@ -57,7 +57,7 @@ def test_plan_of_segments(tmp_path: Path, cost: str) -> None:
     assert (plan.heads * (plan.end - plan.start)).sum() == 60100
 
 
-def test_plan_of_lengths_and_options(tmp_path: Path) -> None:
+def test_plan_of_lengths_splits_at_the_given_tile(tmp_path: Path) -> None:
     file = write(tmp_path / "placement.json", {"lengths": [[65536], [1024] * 64, []]})
     options = "--tolerance 0.05 --min-gain 0.1 --tile 256 --query-heads 8 --key-value-heads 2"
     result = run("plan", file, *options.split(), "--head-dim", 64, "--head-groups", 1)
@@ -68,7 +68,7 @@ def test_plan_of_lengths_and_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [1024, 65536])
-def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
+def test_plan_ignores_a_window_as_long_as_any_document(tmp_path: Path, window: int) -> None:
     file = write(tmp_path / "placement.json", {"lengths": [[65536], [512] * 128]})
     result = run("plan", file, "--window", window)
     assert result.exit_code == 0, result.output
@@ -117,7 +117,9 @@ def test_plan_with_a_window(tmp_path: Path, window: int) -> None:
         ({"lengths": [[1]]}, "--output none/plan.json", "No such file"),
     ],
 )
-def test_bad_input(tmp_path: Path, content: object, options: str, message: str) -> None:
+def test_bad_input_of_plan_is_a_one_line_error_without_output(
+    tmp_path: Path, content: object, options: str, message: str
+) -> None:
     output = tmp_path / "output.json"
     file = write(tmp_path / "input.json", content)
     check_one_line(run("plan", file, "--output", output, *options.split()), message)
@@ -125,13 +127,13 @@ def test_bad_input(tmp_path: Path, content: object, options: str, message: str) 
 
 
 @pytest.mark.parametrize("options", ["", "--deal 8"])
-def test_a_file_that_is_not_there(tmp_path: Path, options: str) -> None:
+def test_missing_file_is_a_one_line_error(tmp_path: Path, options: str) -> None:
     check_one_line(run("plan", tmp_path / "none.json", *options.split()), "No such file")
 
 
-def test_standard_input_and_output(tmp_path: Path) -> None:
-    """Without --output the plan goes to standard output, and what there is to say about it
-    elsewhere. `plan` reads what `plan --deal` writes.
+def test_plan_reads_standard_input_and_writes_standard_output(tmp_path: Path) -> None:
+    """Without --output, the plan goes to standard output and the messages to standard error. `plan`
+    reads the output of `plan --deal`.
     """
     dealt = run("plan", "-", "--deal", "4096", given="[8192,4096,4096]")
     assert dealt.exit_code == 0, dealt.output
@@ -144,14 +146,14 @@ def test_standard_input_and_output(tmp_path: Path) -> None:
     check_one_line(run("plan", "-", given="{"), "standard input is not JSON")
 
 
-def test_a_file_that_starts_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     file = tmp_path / "placement.json"
     file.write_text('{"lengths": [[16384], [2048]]}', encoding="utf-8-sig")
     assert run("plan", file).exit_code == 0
 
 
-def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """As in `hf-distca plan FILE | head -1`: that is nobody's mistake, so nothing is said."""
+def test_closed_standard_output_is_no_error(tmp_path: Path) -> None:
+    """`hf-distca plan FILE | head -1` closes it before the end."""
     file = write(tmp_path / "placement.json", {"lengths": [[16384], [2048] * 8]})
     read, written = os.pipe()
     os.close(read)
@@ -164,8 +166,8 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_seconds_are_those_of_a_device(tmp_path: Path) -> None:
-    """Where only pairs count there are no seconds: 2**30 pairs were called one."""
+def test_seconds_are_printed_only_with_the_costs_of_a_device(tmp_path: Path) -> None:
+    """Counts of pairs are no seconds."""
     file = write(tmp_path / "placement.json", {"lengths": [[16384], [2048] * 8]})
     for cost, said in (("pairs", False), ("cuda", True)):
         result = run("plan", file, "--cost", cost)
@@ -175,7 +177,7 @@ def test_seconds_are_those_of_a_device(tmp_path: Path) -> None:
 
 
 def deal(path: Path, lengths: list[int], *options: str | float) -> Result:
-    """Deal lengths in parts of 4096 tokens."""
+    """Deal lengths to ranks of 4096 tokens."""
     file = write(path / "lengths.json", lengths)
     result = run("plan", file, "--deal", 4096, "-o", path / "placement.json", *options)
     assert result.exit_code == 0, result.output
@@ -190,7 +192,7 @@ def rows(path: Path) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("cost", ["pairs", "cpu", "cuda"])
-def test_dealt_documents_are_whole(tmp_path: Path, cost: str) -> None:
+def test_dealt_documents_have_every_token_once(tmp_path: Path, cost: str) -> None:
     result = deal(tmp_path, DEALT, "--cost", cost)
     assert "4096 on each rank" in result.stdout
     assert ("imbalance of seconds" in result.stdout) == (cost != "pairs")
@@ -201,16 +203,16 @@ def test_dealt_documents_are_whole(tmp_path: Path, cost: str) -> None:
     assert {(d, n) for rank in ranks for d, _, _, n in rank} >= {(0, 10000), (7, 384)}
 
 
-def test_plan_counts_what_deal_dealt_by_unless_told_otherwise(tmp_path: Path) -> None:
+def test_plan_estimates_by_the_costs_of_deal_by_default(tmp_path: Path) -> None:
     dealt = deal(tmp_path, DEALT)
     planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json")
     assert dealt.stdout.splitlines()[0] == planned.stdout.splitlines()[0]
     for line in ("imbalance of seconds", "slowest rank, estimated"):
-        told = [
+        shown = [
             [text for text in result.stdout.splitlines() if line in text]
             for result in (dealt, planned)
         ]
-        assert told[0] == told[1] != []
+        assert shown[0] == shown[1] != []
 
 
 def test_nano_batches_share_no_document(tmp_path: Path) -> None:
@@ -228,15 +230,15 @@ def test_nano_batches_share_no_document(tmp_path: Path) -> None:
     assert not halves[0] & halves[1]
 
 
-def test_options_of_dealing(tmp_path: Path) -> None:
+def test_options_of_dealing_keep_a_document_on_one_node(tmp_path: Path) -> None:
     options = "--tile 256 --query-heads 8 --key-value-heads 2 --head-dim 64 --window 512"
     deal(tmp_path, [6144, *[1024] * 10], *options.split(), "--ranks-per-node", 2)
     placed = enumerate(rows(tmp_path))
     assert len({rank // 2 for rank, row in placed for document, *_ in row if document == 0}) == 1
 
 
-def test_links_of_nodes(tmp_path: Path) -> None:
-    """The rates are those that were given, and what goes between nodes is said."""
+def test_link_rates_set_the_seconds_between_nodes(tmp_path: Path) -> None:
+    """The output includes the bytes between nodes."""
     said = []
     for gigabytes in (40, 4):
         options = ("--ranks-per-node", 2, "--node-gigabytes", 300, "--link-gigabytes", gigabytes)

@@ -1,4 +1,4 @@
-"""`hf-distca advise` as a user runs it, and what it says to wrong input."""
+"""`hf-distca advise` as a user runs it, and its errors for wrong input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pages import words_of
 SMALL = ("--ranks", 8, "--tokens-per-rank", 8192, "--batches", 1)
 
 
-def test_a_table_and_what_to_paste(tmp_path: Path) -> None:
+def test_advise_prints_a_table_and_lines_to_paste(tmp_path: Path) -> None:
     words = np.random.default_rng(0).lognormal(7.5, 1.5, 400).astype(int).clip(1, 65536)
     file = write(tmp_path / "lengths.json", words.tolist())
     arguments = ("--lengths", file, *SMALL, "--ranks", 32)
@@ -43,7 +43,7 @@ def test_a_table_and_what_to_paste(tmp_path: Path) -> None:
     assert {"title", "seconds", "attention", "kept"} <= found["ways"][0].keys()
 
 
-def test_options_change_what_they_say() -> None:
+def test_options_of_advise_change_the_estimated_seconds() -> None:
     def seconds(*options: object) -> dict[str, float]:
         result = run("advise", "--lengths", "prolong", *SMALL, "--json", *map(str, options))
         assert result.exit_code == 0, result.output
@@ -62,7 +62,7 @@ def test_options_change_what_they_say() -> None:
         assert (changed[title] < usual[title]) == faster, options
 
 
-def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
+def test_lengths_come_from_a_column_of_a_table_or_standard_input(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     table = pa.table(
@@ -91,9 +91,9 @@ def test_a_column_of_a_table_and_standard_input(tmp_path: Path) -> None:
     assert given.exit_code == 0, given.output
 
 
-def test_a_model_is_counted_by_its_config(tmp_path: Path) -> None:
-    """A hybrid model, with a number that JSON does not have, takes less than one of the same sizes
-    with attention in every layer.
+def test_model_is_counted_from_its_config(tmp_path: Path) -> None:
+    """A hybrid model takes less time than a model of the same sizes with attention in every layer.
+    Its config has a number that JSON lacks.
     """
     transformers = pytest.importorskip("transformers")
     sizes = {
@@ -115,7 +115,7 @@ def test_a_model_is_counted_by_its_config(tmp_path: Path) -> None:
     assert seconds[0] < 0.8 * seconds[1]
 
 
-def test_rows_in_lines(tmp_path: Path) -> None:
+def test_lengths_come_from_the_lines_of_a_jsonl_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     ids = [{"input_ids": [1] * 300, "text": "a"}, {"input_ids": []}, {"input_ids": [2] * 500}]
     for rows, column, mean in (
@@ -147,10 +147,10 @@ def test_rows_in_lines(tmp_path: Path) -> None:
     )
 
 
-def test_texts_are_counted_by_their_tokenizer(
+def test_texts_are_counted_with_the_given_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In lines and in a saved data set, each of another word; the command of the page."""
+    """Texts come from lines, or from a column of a saved dataset that has another name."""
     datasets = pytest.importorskip("datasets")
     words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -172,8 +172,8 @@ def test_texts_are_counted_by_their_tokenizer(
     check_one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
 
 
-def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
-    """Beside them `map` leaves what it cached."""
+def test_lengths_of_a_saved_dataset_exclude_cached_files(tmp_path: Path) -> None:
+    """`map` leaves cached files in the same folder."""
     datasets = pytest.importorskip("datasets")
     saved = tmp_path / "saved"
     datasets.Dataset.from_dict(
@@ -213,14 +213,16 @@ def test_of_a_saved_data_set_only_its_own_files_count(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_input(tmp_path: Path, content: object, options: str, message: str) -> None:
+def test_bad_input_of_advise_is_a_one_line_error(
+    tmp_path: Path, content: object, options: str, message: str
+) -> None:
     file = write(tmp_path / "lengths.json", content)
     check_one_line(run("advise", "--lengths", file, *SMALL, *options.split()), message)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_advice_for_few_ranks(tmp_path: Path, ranks: int) -> None:
-    """Of one rank every way of the loader is the same step; of few, one long document decides."""
+def test_advise_estimates_steps_of_few_ranks(tmp_path: Path, ranks: int) -> None:
+    """On few ranks, one long document decides the time of a step."""
     file = write(tmp_path / "lengths.json", [900, 400, 20, 30, 50, 600])
     options = f"--ranks {ranks} --tokens-per-rank 1000 --batches 1 --json"
     result = run("advise", "--lengths", file, *options.split())

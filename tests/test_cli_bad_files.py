@@ -1,4 +1,4 @@
-"""Files that are broken, endless, or somebody else's: one line, exit code 2, and soon."""
+"""Files that are broken, endless or too large: the command ends soon with status 2 and one line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLACEMENT = {
 }
 
 
-def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
-    """Each place from which a verb reads: its name, the command, and the file."""
+def list_readers(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
+    """List every file argument: its name, the command and the file."""
     file = tmp_path / "file.json"
     placement = write(tmp_path / "placement.json", PLACEMENT)
     recorded = write_record(tmp_path / "recorded", some_rows())
@@ -37,27 +37,27 @@ def reading(tmp_path: Path) -> list[tuple[str, list[str | Path], Path]]:
 
 
 @pytest.mark.timeout(60)
-def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
-    for name, command, file in reading(tmp_path):
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    for name, command, file in list_readers(tmp_path):
         for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
             file.unlink(missing_ok=True)
             make(file)
             result = run(*command)
             check_one_line(result)
-            passed_over = name in ("record", "shape")  # as if they were not there
+            passed_over = name in ("record", "shape")  # skipped like missing files
             assert ("is a pipe, a socket or a device" in result.stderr) != passed_over, (
                 name,
                 result.stderr,
             )
 
 
-def test_what_is_too_much_is_said(tmp_path: Path) -> None:
-    for name, command, file in reading(tmp_path):
+def test_input_above_the_limit_is_a_one_line_error(tmp_path: Path) -> None:
+    for name, command, file in list_readers(tmp_path):
         if name in ("table", "record", "shape"):
             continue
         file.unlink(missing_ok=True)
         file.touch()
-        os.truncate(file, 2**26 + 1)  # no block of the disk is used
+        os.truncate(file, 2**26 + 1)  # the file takes no space on the disk
         check_one_line(run(*command), " MiB, the most that is read")
     placement = write(tmp_path / "many.json", {"lengths": [[1] * (2**18 + 1)]})
     check_one_line(

@@ -1,4 +1,6 @@
-"""Commands of the pages: scripts run, small, and print what pages show of them."""
+"""Commands of the pages: scripts run with small sizes, and commands print the output that pages
+show.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from pages import PAGES, ROOT, commands, on_a_page, printed, words_of
 from test_example import LAUNCH, run_program
 from turns import in_turn
 
-# These need rights that not every machine gives.
+# These need rights that not every machine grants.
 NODES = "python benchmarks/network/networks.py"
 PARTS_OF_CORES = "python benchmarks/steps/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
 IN_STAGES = (
     "python benchmarks/network/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
 )
-# One starts as users start it, in an interpreter of its own: one that imports little.
+# This one starts in a new interpreter, as users start it, because it imports little.
 AS_USERS_DO = "python benchmarks/schedule/one_factor.py"
 PICTURE = "python benchmarks/gpu/balance_picture.py benchmarks/results --output balance.png"
-# What makes a command of the pages small enough for a test, and --json out.json. First those that
-# every run takes.
+# Options that make a command of the pages small enough for a test, without --json out.json. ALWAYS
+# has the commands of every run.
 ALWAYS = {AS_USERS_DO: "", PICTURE: ""}
-# These take seconds, and a run takes some of them.
+# These take seconds. A run takes some of them.
 IN_TURN = {
     "python benchmarks/host/host_time.py": (
         f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT}"
@@ -64,7 +66,7 @@ IN_TURN = {
         "--tokens 512 --heads 2 --rounds 1"
     ),
 }
-# These take long however small they are.
+# These take long even with small sizes.
 LONG = {
     "python benchmarks/steps/step_time.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0"
@@ -93,21 +95,21 @@ PRINTED = [(page, *shown) for page in PAGES for shown in printed(page)]
     ("page", "block", "text"),
     [pytest.param(*shown, id=f"{shown[0]} {shown[1][-1]}") for shown in PRINTED],
 )
-def test_commands_print_what_the_page_says(
+def test_commands_print_the_output_shown_on_the_page(
     page: str, block: list[str], text: str, tmp_path: Path
 ) -> None:
-    """In one folder, one after the other; the text is of the last. It may be only a part of what
-    the command prints.
+    """Run the commands of a block in one folder. The output is that of the last command, and may be
+    only a part of it.
     """
     for command in block[:-1]:
         run_program(["bash", "-c", on_a_page(command)], tmp_path, 60)
     lines = scripts.run(words_of(block[-1]), tmp_path).splitlines()
     assert f"\n{text}\n" in "\n".join(["", *(line.rstrip() for line in lines), ""]), (
-        f"{page} says something else"
+        f"{page} shows other output"
     )
 
 
-def test_pages_say_what_commands_print() -> None:
+def test_pages_with_shown_output_are_found() -> None:
     assert {"docs/api.md", "docs/is_it_worth_it.md"} <= {page for page, *_ in PRINTED}
 
 
@@ -131,7 +133,7 @@ def test_extras_that_pages_install_exist() -> None:
         ALWAYS,
     ),
 )
-def test_the_command_runs(command: str, tmp_path: Path) -> None:
+def test_command_of_a_page_runs_with_small_sizes(command: str, tmp_path: Path) -> None:
     if command in (NODES, PARTS_OF_CORES):
         _has_rights_or_skip(command)
     words = words_of(command)
@@ -156,8 +158,8 @@ def _has_rights_or_skip(command: str) -> None:
         pytest.skip(str(error))
 
 
-def test_the_page_of_scripts_lists_every_script() -> None:
-    """With what it shows and how long it takes; and what it lists is there."""
+def test_page_of_benchmarks_lists_every_script() -> None:
+    """Each row has the purpose and the duration of a script that exists."""
     listed = re.findall(
         r"^\| `(?:python )?benchmarks/([\w/]+\.py)[^`]*` \| .+ \| .+ \|$",
         (ROOT / "benchmarks" / "README.md").read_text(),
@@ -169,13 +171,13 @@ def test_the_page_of_scripts_lists_every_script() -> None:
     assert sorted(listed) == sorted(str(path.relative_to(folder)) for path in scripts_of)
 
 
-def test_modules_of_benchmarks_have_names_of_their_own() -> None:
+def test_modules_of_benchmarks_have_unique_names() -> None:
     """Scripts import each other by name, from any folder."""
     names = [path.stem for path in (ROOT / "benchmarks").rglob("*.py")]
     assert len(names) == len(set(names))
 
 
-def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:
+def test_shipped_placements_equal_the_output_of_their_script(tmp_path: Path) -> None:
     words = words_of("python benchmarks/placements/make.py")
     scripts.run([*words, "--out", str(tmp_path)], tmp_path, timeout=60)
     shipped = sorted((ROOT / "benchmarks/placements").glob("*.json"))
@@ -185,20 +187,20 @@ def test_the_placements_are_what_their_script_writes(tmp_path: Path) -> None:
     assert len(shipped) == 3
 
 
-def test_the_checks_of_a_change_are_those_of_make() -> None:
+def test_ci_runs_the_checks_of_make_test() -> None:
     checks = (ROOT / ".ci" / "run").read_text()
     assert "make --no-print-directory test " in checks
     subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=True)
 
 
 def test_make_example_runs_the_example() -> None:
-    path = {"PATH": os.environ["PATH"]}  # and not the settings of a make that runs these tests
+    path = {"PATH": os.environ["PATH"]}  # without the settings of a make that runs these tests
     make = ["make", "-Bn", "example"]
     done = subprocess.run(make, cwd=ROOT, env=path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == LAUNCH + "finetune_long_documents.py"
 
 
-def test_pre_commit_takes_the_configuration(tmp_path: Path) -> None:
+def test_pre_commit_accepts_its_configuration(tmp_path: Path) -> None:
     pytest.importorskip("pre_commit", reason='needs pip install -e ".[dev]"')
     shutil.copy(ROOT / ".pre-commit-config.yaml", tmp_path)
     run_program(["git", "init", "--quiet"], tmp_path, 20)
@@ -207,7 +209,7 @@ def test_pre_commit_takes_the_configuration(tmp_path: Path) -> None:
     assert "pre-commit" in (tmp_path / ".git" / "hooks" / "pre-commit").read_text()
 
 
-def test_the_plan_command(tmp_path: Path) -> None:
+def test_plan_command_of_the_pages_writes_tasks(tmp_path: Path) -> None:
     lengths = [[16384], [2048] * 8]
     write = on_a_page(f"""echo '{{"lengths": {lengths}}}' > placement.json""")
     run_program(["bash", "-c", write], tmp_path, 60)

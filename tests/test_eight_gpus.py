@@ -1,5 +1,5 @@
-"""benchmarks/eight_gpus on two CPU processes: what is not equal or dies is a row, and the page has
-every case.
+"""benchmarks/eight_gpus on two CPU processes: an arm that differs or dies becomes a row, and the
+page has every case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pages import ROOT
 
 FOLDER = ROOT / "benchmarks" / "eight_gpus"
 README = (FOLDER / "README.md").read_text()
-# One arm lets documents of a rank see those before them, another one dies while it is timed.
+# One arm lets documents attend to earlier ones on the same rank. Another dies while timed.
 FAULTY = """
 import os, sys
 sys.path.insert(0, {folder!r})
@@ -43,17 +43,17 @@ eight_gpus.main()
 """
 
 
-def rows_of(folder: Path, name: str) -> dict[str, dict[str, Any]]:
+def read_rows(folder: Path, name: str) -> dict[str, dict[str, Any]]:
     read: dict[str, dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())
     return read
 
 
-def cells(page: str, title: str) -> list[str]:
+def read_cells(page: str, title: str) -> list[str]:
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {title} |")]
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_what_is_not_equal_or_dies_is_a_row(tmp_path: Path) -> None:
+def test_arm_that_differs_or_dies_has_a_row_with_the_reason(tmp_path: Path) -> None:
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(folder=str(FOLDER)))
     chosen = ["--models", "qwen3_8b", "--lengths", "long_tail"]
@@ -61,7 +61,7 @@ def test_what_is_not_equal_or_dies_is_a_row(tmp_path: Path) -> None:
     command = ["python", str(script), "--dry-run", "--out", "figures", *chosen]
     printed = scripts.run([*command, "--arms", *arms], tmp_path, timeout=280)
     assert printed.index("predicted for") < printed.index("losses")
-    rows = rows_of(tmp_path / "figures", "qwen3_8b--long_tail")
+    rows = read_rows(tmp_path / "figures", "qwen3_8b--long_tail")
     assert {arm: row.get("parity") for arm, row in rows.items()} == {
         "packed": True,
         "given": True,
@@ -76,14 +76,16 @@ def test_what_is_not_equal_or_dies_is_a_row(tmp_path: Path) -> None:
     assert rows["given"]["figures"]["distca/exchanged_mb_per_layer"] > 0
     assert (tmp_path / "figures" / rows["given"]["trace"]).stat().st_size > 1000
     page = (tmp_path / "figures" / "page.md").read_text()
-    assert "not equal: no time is shown" in cells(page, "longest first, at most 1.25 of the tokens")
-    assert cells(page, "hf-distca, as given")[-2] != "", "predicted"
+    assert "not equal: no time is shown" in read_cells(
+        page, "longest first, at most 1.25 of the tokens"
+    )
+    assert read_cells(page, "hf-distca, as given")[-2] != "", "predicted"
     assert "not installed" in page
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_dry_run_and_a_second_call_that_goes_on(tmp_path: Path) -> None:
+def test_second_call_of_a_dry_run_completes_the_first_one(tmp_path: Path) -> None:
     assert "benchmarks/eight_gpus/run.sh --dry-run\n" in README
     command = [FOLDER / "run.sh", "--dry-run", "--out", str(tmp_path)]
     subprocess.run([*command, "--seconds", "0"], check=True)
@@ -94,7 +96,7 @@ def test_the_dry_run_and_a_second_call_that_goes_on(tmp_path: Path) -> None:
     names = [path.name for path in tmp_path.glob("*--*.json") if "predictions" not in path.name]
     assert len(names) == 4
     for name in names:
-        rows = rows_of(tmp_path, name.removesuffix(".json"))
+        rows = read_rows(tmp_path, name.removesuffix(".json"))
         assert len(rows) == 10
         for arm, row in rows.items():
             assert "absent" in row or (row["parity"] and len(row["seconds"]) == 2), (name, arm)
@@ -108,7 +110,7 @@ def test_rows_of_a_step_hold_every_token_once() -> None:
     assert lengths.rows_of_step(documents, 2, 8, 1) == [[1, 1, 5, 1], [2, 6]]
 
 
-def test_files_of_lengths_are_what_their_script_writes() -> None:
+def test_shipped_lengths_equal_the_output_of_their_script() -> None:
     shipped = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("lengths/*.json")}
     assert import_benchmark("eight_lengths").make_sets() == shipped
 

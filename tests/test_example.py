@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to run, and the other examples, on small settings."""
+"""The example of the README and the other examples, with small sizes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ BALANCE = (
 
 
 def run_program(command: list[str], folder: Path, timeout: float) -> str:
-    """Run a command as a user does, in a process group of its own, which is killed as a whole if it
-    takes too long.
+    """Run a command as a user does, in a separate process group, which is killed as a whole at the
+    timeout.
     """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {
@@ -64,7 +64,6 @@ def run_program(command: list[str], folder: Path, timeout: float) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
-    """With accelerate's launcher, which takes three interpreters: `make` has a target for it."""
     data = ["--dataset_name", write_corpus(tmp_path / "corpus"), "--output_dir", "out"]
     small = "--max_length 4096 --tokens_per_rank 2048 --max_steps 2 --comparison_batches 1"
     command = words_of(LAUNCH + "finetune_long_documents.py")
@@ -82,8 +81,8 @@ def test_the_example_trains_compares_and_draws(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-# The other scripts, by what their launch command ends with: what makes them small, and what they
-# write.
+# The other scripts, by the end of their launch command, with options that make them small and the
+# files that they write.
 WHOLE = "--max_length 1024 --tokens_per_batch 1024"
 ADAPTERS = ["adapter_config.json", "adapter_model.safetensors"]
 OTHERS = {
@@ -106,7 +105,7 @@ OTHERS = {
 
 
 def write_corpus(folder: Path) -> str:
-    """A folder with a file of 40 documents, every fifth of them long; returns its path."""
+    """Write a folder with a file of 40 documents, every fifth of them long, and return its path."""
     choose, words = random.Random(0), "alpha beta gamma for in return x y = +"
     lengths = [1200 if n % 5 == 0 else choose.randint(10, 200) for n in range(40)]
     folder.mkdir()
@@ -118,16 +117,16 @@ def write_corpus(folder: Path) -> str:
     return str(folder)
 
 
-def longest(name: str) -> float:
-    """Seconds that a script says it takes at most, with its own sizes."""
+def read_longest(name: str) -> float:
+    """Return the most seconds that a script claims to take with its default sizes."""
     text = (ROOT / "examples" / name.split()[0]).read_text().split("from __future__")[0]
     (minutes,) = re.findall(r"^Takes up to (\d+) minutes on two CPU cores", text, re.MULTILINE)
     return 60 * float(minutes)
 
 
 def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
-    """Run an example for two steps, or as many as `more` says, and return what it logged with each
-    loss.
+    """Run an example for two steps, or for as many as `more` gives, and return the row that it
+    logged with each loss.
     """
     if "4bit" in name:
         pytest.importorskip("bitsandbytes", reason='QLoRA needs pip install -e ".[quantization]"')
@@ -135,7 +134,7 @@ def train(name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
     data = str(corpus) if corpus.exists() else write_corpus(corpus)
     options = f"--dataset_name {data} --max_steps 2 --logging_steps 1 --output_dir out"
     command = [*words_of(LAUNCH + name), *f"{options} {OTHERS[name][0]}".split(), *more]
-    output = scripts.run(command, folder, timeout=longest(name))
+    output = scripts.run(command, folder, timeout=read_longest(name))
     assert ("times faster, at best" in output) == ("sdpa" not in more)
     logged = [literal_eval(line) for line in re.findall(r"\{'loss'.*?\}", output)]
     return [{name: float(value) for name, value in row.items()} for row in logged]
@@ -170,16 +169,16 @@ def test_the_other_examples_train_and_log_the_balance(name: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", ["finetune_long_documents.py", *OTHERS])
-def test_examples_take_no_longer_than_they_say(name: str, tmp_path: Path) -> None:
+def test_examples_take_no_longer_than_they_claim(name: str, tmp_path: Path) -> None:
     if "4bit" in name:
         pytest.importorskip("bitsandbytes", reason='QLoRA needs pip install -e ".[quantization]"')
-    output = scripts.run(words_of(LAUNCH + name), tmp_path, timeout=longest(name))
+    output = scripts.run(words_of(LAUNCH + name), tmp_path, timeout=read_longest(name))
     assert "times faster, at best" in output
 
 
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Imports a module of examples/; what `datasets` caches stays in the test's folder."""
+    """Return a function that imports a module of examples/. `datasets` caches in tmp_path."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return importlib.import_module
@@ -189,7 +188,7 @@ TEXTS = ["a = 1\n\nb = 2", "one, two\n" * 30, 'with "quotes"', "x" * 7]
 
 
 def write_texts(path: Path) -> None:
-    """The texts in the format that the file's name asks for; a .txt file is one document."""
+    """Write the texts in the format of the file's suffix. A .txt file is one document."""
     match path.suffix:
         case ".csv":
             Dataset.from_dict({"number": list(range(4)), "text": TEXTS}).to_pandas().to_csv(
@@ -232,7 +231,7 @@ def test_documents_from_a_file_or_a_folder_are_packed_whole(
         packing.pack(documents, tokenizer, data, ranks=9)
 
 
-def test_a_new_model_is_made_for_the_texts_of_any_column(
+def test_small_model_is_made_for_any_text_column(
     example: Callable[[str], Any], tmp_path: Path
 ) -> None:
     packing, documents = example("packing"), Dataset.from_dict({"body": TEXTS})
@@ -259,7 +258,7 @@ PACKING, TOKENS = ("arguments", "PackingArguments"), ("pretrain_packed_tokens", 
         (TOKENS, {"tokens_per_batch": 1}, "must be at least 2"),
     ],
 )
-def test_options_that_do_not_go_together(
+def test_options_that_exclude_each_other_are_refused(
     kind: tuple[str, str], options: dict[str, Any], message: str, example: Callable[[str], Any]
 ) -> None:
     module, name = kind
@@ -270,7 +269,7 @@ def test_options_that_do_not_go_together(
 DOCUMENTS = [[5, 6, 7, 0], [8, 0], [9] * 12 + [0], [4, 0]]  # 0 ends documents
 
 
-def test_rows_of_a_token_file_are_pieces_of_its_documents(
+def test_rows_of_a_token_file_consist_of_pieces_of_documents(
     example: Callable[[str], Any], tmp_path: Path
 ) -> None:
     tokens = example("token_file")
@@ -284,10 +283,10 @@ def test_rows_of_a_token_file_are_pieces_of_its_documents(
     pieces = [[[5, 6, 7, 0], [8, 0], [9]], [[9] * 7], [[9] * 4 + [0], [4, 0]]]
     for rows in (tokens.TokenRows(stream, 7, 10, 0), tokens.TokenRows(stream, 7, 10, None, ends)):
         assert [rows[n]["documents"] for n in range(len(rows))] == pieces
-    assert len(tokens.TokenRows(stream, 8, 10, 0)) == 2, "what is left makes no row"
+    assert len(tokens.TokenRows(stream, 8, 10, 0)) == 2, "the remaining tokens make no row"
 
 
-def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_path: Path) -> None:
+def test_wrong_token_files_are_refused(example: Callable[[str], Any], tmp_path: Path) -> None:
     tokens = example("token_file")
     stream = np.array([1, 2, 300, 0], dtype=np.uint16)
     with pytest.raises(
@@ -307,17 +306,17 @@ def test_token_files_that_cannot_be_right(example: Callable[[str], Any], tmp_pat
         )
     (tmp_path / "odd").write_bytes(b"123")
     with pytest.raises(
-        ValueError, match="odd has 3 bytes, but a file of uint16 has a multiple of 2 bytes"
+        ValueError, match="odd has 3 bytes, but a file of uint16 must have a positive multiple of 2"
     ):
         tokens.read_numbers(tmp_path / "odd", "uint16")
 
 
 @pytest.mark.parametrize("name", ["options.json", "options.yaml"])
-def test_options_from_a_file(
+def test_options_are_read_from_a_json_or_yaml_file(
     name: str, example: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, file = example("arguments"), tmp_path / name
-    # YAML, too.
+    # JSON is also YAML.
     file.write_text(
         json.dumps({"train_file": "a.csv", "max_length": 7, "attn_implementation": "sdpa"})
     )

@@ -1,5 +1,5 @@
-"""benchmarks/gpu on a CPU: every part runs and writes sane figures; what fails or takes too long
-harms no other part.
+"""benchmarks/gpu on a CPU: every part runs and writes plausible figures, and a part that fails or
+takes too long leaves the others intact.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def run_all(out: Path, *options: str, command: list[str] | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Figures of the parts that were asked for so far."""
+    """Create the folder that holds the figures of the parts that have run so far."""
     return tmp_path_factory.mktemp("figures")
 
 
 def figures(folder: Path, part: str) -> dict[str, Any]:
-    """Of a part, which is run if it was not yet."""
+    """Return the figures of a part, after a run of it if it has not run yet."""
     if not (folder / f"{part}.json").exists():
         run_all(folder, "--only", part)
     read: dict[str, Any] = json.loads((folder / f"{part}.json").read_text())
     assert (read["part"], read["device"], read["quick"]) == (part, "cpu", True)
-    assert not read.get("failed"), "of parts with ranks, None"
+    assert not read.get("failed"), "parts with ranks have None"
     return read
 
 
@@ -57,8 +57,7 @@ def test_kernels_agree_with_float32(folder: Path) -> None:
     assert any("sinks" in case["batches"] for case in found["cases"])
 
 
-def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
-    """Emulated ranks are measured and estimated before and after balancing."""
+def test_emulated_ranks_have_measured_and_estimated_seconds(folder: Path) -> None:
     rows = figures(folder, "emulator")["placements"]
     assert rows
     for row in rows:
@@ -72,7 +71,7 @@ def test_emulated_ranks_are_measured_and_estimated(folder: Path) -> None:
             assert min(after[direction]["seconds"]) > 0
 
 
-def test_three_curves_lie_on_each_other(folder: Path) -> None:
+def test_curves_of_distca_and_sdpa_coincide(folder: Path) -> None:
     found = figures(folder, "curves")
     assert list(found["runs"]) == ["distca", "sdpa", "sdpa, other order"]
     assert {len(run["losses"]) for run in found["runs"].values()} == {3}
@@ -81,9 +80,7 @@ def test_three_curves_lie_on_each_other(folder: Path) -> None:
 
 @slow
 def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
-    """By the clock, which on a machine that does other things says so of one run in some: tried
-    three times at most.
-    """
+    """The clock of a busy machine is wrong in some runs, so try up to three times."""
     for attempts_left in (2, 1, 0):
         rows = figures(folder, "emulator")["placements"]
         if not attempts_left or all(row["slowest_after_to_before"] < 1 for row in rows):
@@ -93,7 +90,7 @@ def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
 
 
 @slow
-def test_ranks_that_fail(folder: Path) -> None:
+def test_faults_of_ranks_end_in_desync_errors(folder: Path) -> None:
     for fault in figures(folder, "faults")["faults"].values():
         assert fault["raised"] == "DistCADesyncError"
         assert fault["seconds"] < 30
@@ -101,22 +98,20 @@ def test_ranks_that_fail(folder: Path) -> None:
 
 @slow
 def test_dots1_is_as_far_from_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its router takes other experts for a token in bfloat16, under sdpa as well: no fault of
-    ours.
-    """
+    """In bfloat16, its router chooses other experts for a token, under sdpa as well."""
     prepend_benchmarks(monkeypatch)
     monkeypatch.syspath_prepend(ROOT / "tests/models")
     import part_families
 
     found = part_families.one_family(SimpleNamespace(device=torch.device("cpu")), "dots1")
-    assert found["distca"]["logits"] > 2 * found["eager"]["logits"], "a token has other experts"
+    assert found["distca"]["logits"] > 2 * found["eager"]["logits"], "a token gets other experts"
     for figure, error in found["sdpa"].items():
         assert found["distca"][figure] == pytest.approx(error, rel=0.05)
 
 
 @slow
 @pytest.mark.timeout(600)
-def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path) -> None:
+def test_second_call_runs_only_the_parts_that_are_left(tmp_path: Path) -> None:
     first = ("parity", "kernels")
     run_all(tmp_path, "--only", *first)
     run_all(tmp_path, "--seconds", "480")
@@ -126,22 +121,22 @@ def test_a_second_call_goes_on_where_the_first_one_stopped(tmp_path: Path) -> No
     assert record["left_out"] == []
     assert {"torch", "transformers", "processor", "date"} <= record["environment"].keys()
     assert all("--only" in record["parts"][part]["command"] for part in first), (
-        "what was done is not done again"
+        "finished parts do not run again"
     )
     for part in ("first_script", "families", "hybrids"):
         assert figures(tmp_path, part)["passed"], part
     assert figures(tmp_path, "trainer")["cases"]["distca, DDP"]["passed"]
     assert figures(tmp_path, "ranks")["ranks"]["2"]["passed"]
-    text = page(tmp_path)
+    text = write_page(tmp_path)
     assert text.count("\n## ") == len(PARTS)
 
 
-def test_parts_are_listed_with_their_seconds(tmp_path: Path) -> None:
+def test_list_option_prints_every_part(tmp_path: Path) -> None:
     printed = scripts.run(words_of("python benchmarks/gpu/run_all.py --list"), tmp_path)
     assert [line.split()[0] for line in printed.splitlines()] == [*PARTS, "together"]
 
 
-def page(folder: Path) -> str:
+def write_page(folder: Path) -> str:
     made = folder / "page.md"
     *command, figures = words_of("python benchmarks/gpu/report.py gpu_figures")
     scripts.run([*command, str(folder), "--output", str(made), "--note", "A note."], folder)
@@ -149,16 +144,16 @@ def page(folder: Path) -> str:
     return made.read_text()
 
 
-def test_the_page_has_the_parts_that_ran(folder: Path) -> None:
+def test_page_has_the_parts_that_ran(folder: Path) -> None:
     figures(folder, "parity")
-    text = page(folder)
+    text = write_page(folder)
     assert "\n## " in text
     assert "A note." in text
     assert "run_all.py" in text
 
 
 @pytest.mark.slow
-def test_stopped_part_harms_no_other(tmp_path: Path) -> None:
+def test_stopped_part_leaves_other_parts_intact(tmp_path: Path) -> None:
     run_all(tmp_path, "--only", "kernels")
     with pytest.raises(AssertionError, match=r"run_all.py.* ended with \[1\]"):
         run_all(tmp_path, "--only", "first_script", "--seconds", "1")

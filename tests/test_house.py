@@ -1,4 +1,4 @@
-"""Limits of the house in figures (tools/house.py): circles of files, and complexity."""
+"""Limits that tools/house.py measures: circles of imports, and complexity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_COMPLEX = 10  # ruff's limit
 
 
 def survey(folder: Path, *options: str | Path) -> dict[str, Any]:
-    """The figures that the tool writes."""
+    """Return the figures that the tool writes."""
     file = folder / "house.json"
     subprocess.run(
         [sys.executable, TOOL, "--json", file, *options],
@@ -25,14 +25,14 @@ def survey(folder: Path, *options: str | Path) -> dict[str, Any]:
     return figures
 
 
-def test_files_are_in_no_circle_and_functions_are_simple(tmp_path: Path) -> None:
+def test_sources_have_no_import_circles_and_no_complex_functions(tmp_path: Path) -> None:
     house = survey(tmp_path)
-    assert not house["circles"], "files that import each other, be it inside functions"
+    assert not house["circles"], "files that import each other, even inside functions"
     assert house["total"]["complexity"] <= MOST_COMPLEX, house["largest"]["all"]["complexity"]
 
 
-def test_figures_are_those_of_the_sources(tmp_path: Path) -> None:
-    """A small house, counted by hand: a circle counts in a function, but not for types only."""
+def test_figures_of_a_small_house_equal_hand_counts(tmp_path: Path) -> None:
+    """Imports in a function make a circle; imports for types only do not."""
     sources = {
         "errors.py": '"""Errors."""\n\nclass Wrong(Exception):\n    """An error."""\n',
         "tools/cli/plan.py": "def plan() -> None:\n    from hf_distca.tools.cli import tables\n",

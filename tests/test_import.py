@@ -1,4 +1,4 @@
-"""What `import hf_distca` and the command line cost, in interpreters of their own."""
+"""The imports of `import hf_distca` and of the command line, in separate interpreters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 import hf_distca
 
 TESTS = Path(__file__).parent
-# Slow, or noisy, or taken for a sign that a device is in use, as accelerate's notebook_launcher
-# takes bitsandbytes.
+# Packages that are slow or print messages, or whose import looks like the use of a device, as
+# bitsandbytes does to accelerate's notebook_launcher.
 HEAVY = ("torch", "transformers", "accelerate", "numpy", "peft", "bitsandbytes")
 
 
 def run(code: str) -> dict[str, Any]:
-    """What a program found out, and what else it said."""
+    """Run a program and return the values in `seen` and its other output."""
     program = f"import json, sys, time\nseen = {{}}\n{code}\nprint(json.dumps(seen))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
@@ -30,7 +30,7 @@ def run(code: str) -> dict[str, Any]:
     return {**json.loads(seen), "said": "".join(before) + done.stderr}
 
 
-def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
+def test_import_of_hf_distca_loads_no_heavy_package_and_is_silent() -> None:
     seen = run(
         f"import hf_distca\nseen['loaded'] = [name for name in {HEAVY} if name in sys.modules]"
     )
@@ -38,9 +38,9 @@ def test_the_import_alone_brings_in_nothing_heavy_and_is_silent() -> None:
 
 
 @pytest.mark.slow
-def test_model_imported_first_imports_no_more_for_distca() -> None:
-    """What registers distca runs while transformers is half imported: the Trainer's arguments would
-    bring in peft there.
+def test_model_imported_after_hf_distca_loads_no_trainer() -> None:
+    """distca registers while transformers is partly imported. Arguments of the Trainer would load
+    peft there.
     """
     late = ("peft", "transformers.trainer", "transformers.training_args")
     models = "import torch, hf_distca\nfrom transformers import LlamaForCausalLM"
@@ -48,7 +48,7 @@ def test_model_imported_first_imports_no_more_for_distca() -> None:
     assert seen == {"loaded": [], "said": ""}
 
 
-def test_a_call_waits_for_the_end_of_an_import_under_way(
+def test_call_after_import_waits_for_the_end_of_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "half_imported.py").write_text(
@@ -57,14 +57,14 @@ def test_a_call_waits_for_the_end_of_an_import_under_way(
         "call_after_import(__name__, lambda: seen.append(last_line))\n"
         "last_line = 1\n"
     )
-    # Not of an import statement: it replaces itself in `sys.modules` while it is imported.
+    # Use no import statement: transformers replaces itself in `sys.modules` during its import.
     package = importlib.import_module("transformers")
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
     assert importlib.import_module("transformers.half_imported").seen == [1]
 
 
-def test_a_fork_ends_without_what_its_parent_does_at_the_end() -> None:
-    """Forks that end as interpreters do, also forks of forks, leave that to who asked for it."""
+def test_fork_ends_without_the_exit_calls_of_its_parent() -> None:
+    """Forks, and forks of forks, that end as interpreters do run only their own exit calls."""
     code = (
         "import os\n"
         "from hf_distca.import_hooks import call_at_exit\n"
@@ -76,12 +76,14 @@ def test_a_fork_ends_without_what_its_parent_does_at_the_end() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     lines = done.stdout.split("\n")[:-1]
     assert [line.split()[0] for line in lines].count("of") == 1
-    assert len(set(lines)) == 5, "each of four processes says so once, and the first one twice"
+    assert len(set(lines)) == 5, "each of four processes prints one line, and the first one two"
 
 
 @pytest.mark.slow
-def test_a_hybrid_imported_first_keeps_documents_apart() -> None:
-    """Its module imports what all models share, and is not imported to its end when they load."""
+def test_hybrid_model_imported_first_separates_documents() -> None:
+    """Its module imports the modules that all models share, and is only partly imported when they
+    load.
+    """
     seen = run(
         f"sys.path[:0] = {[str(TESTS), str(TESTS / 'models')]}\n"
         "import hf_distca\n"
@@ -106,8 +108,8 @@ SLOW = pytest.mark.slow
         for n in ("DistCACallback", "configure", "PackingCollator", "deal")
     ],
 )
-def test_any_name_can_be_the_first(name: str) -> None:
-    """Registering imports modules that may be the ones that brought transformers in."""
+def test_any_public_name_can_be_used_first(name: str) -> None:
+    """Registering imports modules that may have started the import of transformers."""
     seen = run(
         f"import hf_distca\nhf_distca.{name}\nfrom transformers import AttentionInterface\n"
         "seen['registered'] = 'distca' in AttentionInterface._global_mapping"
@@ -115,16 +117,14 @@ def test_any_name_can_be_the_first(name: str) -> None:
     assert seen["registered"]
 
 
-def test_public_names_are_few() -> None:
-    """What is needed once in a hundred scripts has the name of its module; a name that comes takes
-    the place of another.
-    """
+def test_public_names_are_few_and_all_on_the_api_page() -> None:
+    """Rarely used names stay in their modules. A new public name must replace another one."""
     assert len(hf_distca.__all__) <= 18
     assert {"deal", "DistCACallback", "DistCAConfig", "PackingCollator"} <= set(hf_distca.__all__)
     page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
     table = page[: page.index("\n## ")]
     assert set(re.findall(r"`([A-Za-z_]+)`", table)) - {"hf_distca"} == set(hf_distca.__all__), (
-        "the page names all, and no others"
+        "the page has exactly the public names"
     )
     first_page = table[: table.index("for experts")]
     assert set(re.findall(r"`([A-Za-z_]+)`", first_page)) - {"hf_distca"} == {
@@ -135,7 +135,7 @@ def test_public_names_are_few() -> None:
     }
 
 
-def test_every_public_name_is_there_when_it_is_asked_for() -> None:
+def test_every_public_name_can_be_imported() -> None:
     assert set(hf_distca.__all__) <= set(dir(hf_distca))
     for name in hf_distca.__all__:
         assert getattr(hf_distca, name) is not None
@@ -153,12 +153,12 @@ def test_every_public_name_is_there_when_it_is_asked_for() -> None:
         ("trace", "torch.profiler"),
     ],
 )
-def test_a_removed_name_says_what_to_use(name: str, instead: str) -> None:
+def test_removed_name_is_an_error_that_names_the_replacement(name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{instead}"):
-        hf_distca.__getattr__(name)  # a submodule that was imported would be found before
+        hf_distca.__getattr__(name)  # attribute access would find an imported submodule
 
 
-# Planning takes numpy.
+# Planning needs numpy.
 LIBRARIES = ("torch", "transformers", "accelerate")
 
 
@@ -173,7 +173,7 @@ LIBRARIES = ("torch", "transformers", "accelerate")
         ("advise --lengths - --ranks 2 --tokens-per-rank 4096 --batches 1", LIBRARIES),
     ],
 )
-def test_the_command_line_imports_nothing_heavy(command: str, without: tuple[str, ...]) -> None:
+def test_command_line_loads_no_heavy_package(command: str, without: tuple[str, ...]) -> None:
     given = b'{"lengths": [[4096], [512, 512]]}' if "plan" in command else b"[64]"
     seen = run(
         "import io\n"

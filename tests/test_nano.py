@@ -1,4 +1,4 @@
-"""The example of one file computes what the library does, and its page quotes it."""
+"""The single-file example gives the results of the library, and its page quotes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPE = AttentionShape(HEADS, HEADS, WIDTH, WIDTH, 8)
 
 
 def make_plans() -> tuple[list[nano.Task], list[Plan]]:
-    """The plan of the example; and of the library, the same one and its own."""
+    """Make the plan of the example, the same plan for the library, and the scheduler's plan."""
     documents = [
         nano.Task(home, sum(lengths[:number]), 0, length, home)
         for home, lengths in enumerate(nano.DOCUMENTS)
@@ -60,7 +60,7 @@ def attend_by_library(
 
 
 def find_errors(rank: int) -> list[float]:
-    """Largest differences of the library's outputs and gradients from those of the example."""
+    """Return the largest differences of outputs and gradients between library and example."""
     generator = torch.Generator().manual_seed(rank)
     shape = 4, sum(nano.DOCUMENTS[rank]), HEADS, WIDTH
     *inputs, gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -79,14 +79,14 @@ def find_errors(rank: int) -> list[float]:
     ]
 
 
-def test_the_library_computes_the_same(rank_pool: Callable[[int], RankPool]) -> None:
+def test_library_gives_results_of_the_nano_example(rank_pool: Callable[[int], RankPool]) -> None:
     _, (same, own) = make_plans()
     for plan in (same, own):
         assert (plan.server != plan.home).sum() >= 3
     assert np.max(rank_pool(RANKS)(find_errors)) < 1e-12
 
 
-def test_the_page_quotes_the_file() -> None:
+def test_page_quotes_the_nano_example() -> None:
     source = (ROOT / "examples" / "nano_distca.py").read_text()
     page = (ROOT / "docs" / "how_it_works.md").read_text()
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

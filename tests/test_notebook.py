@@ -1,5 +1,5 @@
-"""The notebook of the examples runs as it stands, in a kernel of its own: two processes train, and
-the balance is drawn.
+"""The notebook of the examples runs unchanged, in a separate kernel: two processes train, and it
+draws the balance.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pages import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter's packages among each other
-def test_the_notebook_trains_two_processes_and_draws(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jupyter's packages raise some
+def test_notebook_trains_two_processes_and_draws_a_picture(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="needs the extra 'test'")
     nbclient = pytest.importorskip("nbclient", reason="needs the extra 'test'")
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), (
-        "a notebook is shipped without its outputs"
+        "the notebook must be committed without outputs"
     )
     client = nbclient.NotebookClient(
         notebook,

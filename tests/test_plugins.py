@@ -1,4 +1,4 @@
-"""What loads distca in the processes of other trainers: an entry point, and a class that axolotl
+"""Entry points that load distca in other trainers: one that verl reads, and a class that axolotl
 finds by its name.
 """
 
@@ -24,9 +24,9 @@ from ranks import RankPool
 from tiny_runs import COMMON, documents, losses, tiny_llama
 
 
-def plugin() -> Any:
-    """The plugin, with the part of axolotl that it needs: no environment can have axolotl's pins
-    and these.
+def load_plugin() -> Any:
+    """Load the plugin with a fake of the part of axolotl that it needs: axolotl's pinned versions
+    conflict with these tests.
     """
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ def plugin() -> Any:
 
 def train_under_its_name(result: Path) -> None:
     config = {"attn_implementation": "distca", "sample_packing": True}
-    found = plugin()
+    found = load_plugin()
     found.register(config)
 
     from hf_distca.integration.attention_names import find_distca_configs
@@ -70,24 +70,24 @@ NEAREST = "distca: there is no setting 'pingpong'; the nearest is 'ping_pong'."
         ({**OURS, "distca": True}, ConfigError, "distca: True should be names and values of"),
     ],
 )
-def test_axolotl_is_told_what_distca_does_not_do(
+def test_configuration_of_axolotl_that_distca_cannot_run_is_refused(
     config: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        plugin().register(config)
+        load_plugin().register(config)
 
 
-def test_axolotl_keeps_the_key_of_the_settings() -> None:
-    """It makes its own configuration class of those that plugins name."""
-    module, _, name = plugin().get_input_args().rpartition(".")
+def test_configuration_class_of_axolotl_keeps_the_distca_settings() -> None:
+    """axolotl builds this class from the classes that plugins name."""
+    module, _, name = load_plugin().get_input_args().rpartition(".")
     values = getattr(import_module(module), name)(
         distca={"ping_pong": True, "tokens_per_rank": 16384}
     ).model_dump()
     assert values == {"distca": {"ping_pong": True, "tokens_per_rank": 16384}}
 
 
-class LikeAxolotls(Trainer):
-    """Leaves out, as axolotl's does, what a loss over all ranks needs."""
+class AxolotlTrainer(Trainer):
+    """Omits, like axolotl's Trainer, a flag that a loss over all ranks needs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -95,9 +95,9 @@ class LikeAxolotls(Trainer):
 
 
 def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_distca.DistCAConfig]:
-    """As axolotl calls its plugins, with the arguments that it gives a Trainer."""
+    """Call the plugin as axolotl does, with the arguments that axolotl gives a Trainer."""
     config: dict[str, Any] = {**OURS, "distca": {"tokens_per_rank": 96 // ranks, "tile": 8}}
-    found = plugin()
+    found = load_plugin()
     found.register(config)
     model = tiny_llama(config["attn_implementation"])
     of_axolotl = {"average_tokens_across_devices": False, "max_steps": 50}
@@ -105,16 +105,16 @@ def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_dis
     arguments = TrainingArguments(**{**COMMON, "output_dir": folder, **of_axolotl})
     data = Dataset.from_dict({"input_ids": documents(200, 7, 33, 90, 64, 12, 150)})
     callbacks = found.add_callbacks_pre_trainer(config, model)
-    trainer = LikeAxolotls(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer = AxolotlTrainer(model, arguments, train_dataset=data, callbacks=callbacks)
     found.post_trainer_create(config, trainer)
     trainer.train()
     return losses(trainer), callbacks[0].config
 
 
 @pytest.mark.slow
-def test_axolotl_deals_by_the_settings_of_its_configuration(tmp_path: Path) -> None:
-    """On two ranks, one of whose documents is longer than a rank, as on one; for epochs, not the
-    steps that axolotl counted.
+def test_axolotl_plugin_deals_documents_as_the_configuration_sets(tmp_path: Path) -> None:
+    """Two ranks, with a document longer than a rank, give the losses of one. Training lasts for its
+    epochs, not for the steps that axolotl counted.
     """
     results = []
     for ranks in (1, 2):
@@ -138,10 +138,12 @@ def load_as_verl_does(result: Path) -> None:
     ("function", "result"),
     [(train_under_its_name, "flash_attention_2 1 DistCACallback"), (load_as_verl_does, "True")],
 )
-def test_what_axolotl_and_verl_find(
+def test_axolotl_and_verl_find_distca(
     function: Callable[[Path], None], result: str, tmp_path: Path
 ) -> None:
-    """Axolotl trains packed samples under a name that it takes; verl finds the entry point."""
+    """axolotl trains packed samples under an attention name that it accepts. verl finds the entry
+    point.
+    """
     process = forks.start(function, tmp_path / "result")
     process.join(60)
     assert process.exitcode == 0

@@ -1,4 +1,4 @@
-"""Settings that are written down: in a file, on a command line, by the file of a cost model."""
+"""Settings in a file, on a command line, and with the file of a cost model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pages import ROOT
 
 COST = CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 4), device_type="cpu").scale(2.0)
 COST_FILE = "costs.json"
-# Another value of each field, as it is written.
+# A value of each field that is not the default, as users write it.
 OTHERS: dict[str, Any] = {
     "balance": False,
     "tolerance": 0.05,
@@ -40,20 +40,22 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _beside_a_cost_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _write_cost_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path(COST_FILE).write_text(COST.to_json())
 
 
-def with_all() -> DistCAConfig:
+def make_config() -> DistCAConfig:
     config = DistCAConfig(**{**OTHERS, "cost_model": COST})
     default = DistCAConfig()
     for name in (field.name for field in fields(config)):
-        assert getattr(config, name) != getattr(default, name), "OTHERS has no other value of it"
+        assert getattr(config, name) != getattr(default, name), (
+            "OTHERS needs a value that is not the default"
+        )
     return config
 
 
-def test_the_page_has_every_field() -> None:
+def test_settings_page_has_every_field_with_its_default() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     rows = dict(re.findall(r"^\| \[`(\w+)`\]\(#\1\) \| `(.*?)` \|", page, flags=re.MULTILINE))
     defaults = {field.name: repr(field.default).replace("'", '"') for field in fields(DistCAConfig)}
@@ -82,7 +84,7 @@ def test_the_page_has_every_field() -> None:
         ("ping_pong: [", "while parsing a flow node"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_wrong_setting_in_a_file_is_a_one_line_error(
     written: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -94,7 +96,7 @@ def test_what_is_wrong_is_said_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_error_names_the_settings_file_that_cannot_be_read(tmp_path: Path) -> None:
     broken = tmp_path / "distca.json"
     broken.write_text("{'tile': 1}")
     files = {
@@ -116,15 +118,15 @@ def write_all(folder: Path) -> dict[str, Path]:
     return files
 
 
-def test_a_file_has_every_field(tmp_path: Path) -> None:
+def test_settings_file_can_set_every_field(tmp_path: Path) -> None:
     for file in write_all(tmp_path).values():
-        assert DistCAConfig.from_file(file) == DistCAConfig.from_file(str(file)) == with_all()
+        assert DistCAConfig.from_file(file) == DistCAConfig.from_file(str(file)) == make_config()
     empty = tmp_path / "empty.yaml"
     empty.write_text("# nothing yet\n")
     assert DistCAConfig.from_file(empty) == DistCAConfig()
 
 
-def test_the_parser_of_transformers_takes_every_field(tmp_path: Path) -> None:
+def test_parser_of_transformers_accepts_every_field(tmp_path: Path) -> None:
     parser, files = HfArgumentParser(DistCAConfig), write_all(tmp_path)
     words: list[str] = []
     for name, value in OTHERS.items():
@@ -135,10 +137,10 @@ def test_the_parser_of_transformers_takes_every_field(tmp_path: Path) -> None:
         parser.parse_json_file(files["json"]),
         parser.parse_yaml_file(files["yaml"]),
     ):
-        assert config == with_all()
+        assert config == make_config()
 
 
-def test_the_parser_takes_it_beside_the_arguments_of_training(
+def test_parser_accepts_settings_together_with_training_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = HfArgumentParser((TrainingArguments, DistCAConfig))
@@ -154,8 +156,8 @@ def test_the_parser_takes_it_beside_the_arguments_of_training(
     assert "invalid choice: 'fast'" in capsys.readouterr().err
 
 
-def test_ranks_may_have_a_cost_model_in_different_places(tmp_path: Path) -> None:
-    """They agree on what is in it: on the settings, and on the cost models that come of it."""
+def test_ranks_may_read_their_cost_model_from_different_paths(tmp_path: Path) -> None:
+    """Ranks agree on the content: on the settings, and on the cost models made from them."""
     same, other = tmp_path / "same.json", tmp_path / "other.json"
     same.write_text(COST.to_json())
     other.write_text(COST.scale(2.0).to_json())
@@ -172,7 +174,6 @@ def test_ranks_may_have_a_cost_model_in_different_places(tmp_path: Path) -> None
     assert DistCAConfig(cost_model=same).cost_model == COST
 
 
-def test_settings_with_a_cost_model_can_be_recorded() -> None:
-    """As the record of a run does: as JSON, of its fields."""
+def test_settings_with_a_cost_model_can_be_written_as_json() -> None:
     recorded = json.loads(json.dumps(asdict(DistCAConfig(cost_model=COST))))
     assert recorded["cost_model"]["shape"]["query_heads"] == 8

@@ -21,10 +21,10 @@ LONGEST = words_of(
 CHECKS = words_of('pytest -n 0 -m "slow or not slow" benchmarks/simulated/checks')
 
 
-def test_every_way_is_predicted(tmp_path: Path) -> None:
+def test_simulator_predicts_every_way(tmp_path: Path) -> None:
     words = words_of("python benchmarks/simulated/simulate.py --lengths prolong --ranks 64")
     printed = scripts.run([*words, "--batches", "1", "--json"], tmp_path)
-    found = json.loads(printed[printed.index("{") :])  # below the bar of progress
+    found = json.loads(printed[printed.index("{") :])  # after the progress bar
     ways = {step["strategy"]: step for step in found["strategies"]}
     assert len(ways) == 11
     assert ways["dealt"]["step_seconds"] < ways["wlb"]["step_seconds"]
@@ -33,8 +33,7 @@ def test_every_way_is_predicted(tmp_path: Path) -> None:
     assert "\npretrain" in scripts.run([*LARGE, *few], tmp_path)
 
 
-def test_the_longest_document(tmp_path: Path) -> None:
-    """The table is that of the page."""
+def test_longest_option_prints_the_table_of_the_page(tmp_path: Path) -> None:
     printed = scripts.run(LONGEST, tmp_path)
     page = (ROOT / "benchmarks" / "simulated" / "README.md").read_text()
     table = page.split("```text\n")[1].split("```")[0]
@@ -45,6 +44,6 @@ def test_the_longest_document(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_its_checks_pass(tmp_path: Path) -> None:
+def test_checks_of_the_simulator_pass(tmp_path: Path) -> None:
     options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
     assert " passed" in scripts.run([*CHECKS, *options], tmp_path, timeout=900)

@@ -1,4 +1,4 @@
-"""A Trainer on a tiny Llama with packed documents, as tests start it."""
+"""A Trainer with a tiny Llama on packed documents, and the data that tests share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 VOCABULARY = 61
-# Of a model that is as small, whatever its family.
+# The sizes of tiny models of any family.
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -34,12 +34,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": VOCABULARY,
 }
-# With real costs nothing this small is worth moving: here only causal pairs count, and moving is
-# free.
+# With real costs, moving such small work never pays off. Here only causal pairs count, and moving
+# is free.
 PAIRS = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 8))
 
-# What `TrainingArguments` of all runs have in common: half precision, as people train, with DDP as
-# the Trainer makes it. Runs whose digits are compared have `bf16=False`.
+# Common `TrainingArguments`: half precision, the usual case, and the Trainer's DDP. Runs that
+# compare exact values set `bf16=False`.
 COMMON = {
     "per_device_train_batch_size": 1,
     "logging_steps": 1,
@@ -56,7 +56,7 @@ Data = Sequence[Row] | Dataset[Row] | IterableDataset[Row]
 
 
 def settings(**changes: Any) -> hf_distca.DistCAConfig:
-    """Settings under which work moves between the ranks of these tests."""
+    """Make settings under which work moves between the ranks of these tests."""
     return hf_distca.DistCAConfig(
         **{"tile": 8, "min_gain": 0.0, "cost_model": PAIRS, "timeout_seconds": 60.0, **changes}
     )
@@ -70,7 +70,7 @@ def tiny_llama(
     heads: int = 4,
     key_value_heads: int = 2,
 ) -> LlamaForCausalLM:
-    """The same random weights for the same seed, in training mode."""
+    """Create a model in training mode. The same seed gives the same random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=16 * heads,
@@ -95,38 +95,38 @@ def documents(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def pack(*lengths: int) -> dict[str, Any]:
-    """A batch of one row of documents."""
+    """Make a batch of one row of documents."""
     return hf_distca.PackingCollator()([{"documents": documents(*lengths)}])
 
 
 def rows(count: int) -> list[Row]:
-    """Rows of packed documents. Read in order, rank 0 gets those with one long document, rank 1
-    those with many short ones.
+    """Make rows of packed documents. Read in order, they give rank 0 the rows with one long
+    document, and rank 1 those with many short ones.
     """
     lengths = ((96,), (24, 1, 23, 24, 24))
     return [{"documents": documents(*lengths[number % 2], seed=number)} for number in range(count)]
 
 
 def share_documents(lengths: Sequence[int], tokens: int, ranks: int | None = 1, **how: Any) -> Any:
-    """Documents of these lengths, dealt by causal pairs in global batches of so many tokens."""
+    """Deal documents of these lengths by causal pairs, in global batches of `tokens` tokens."""
     given = {"shapes": [(PAIRS.shape, None)], "device": "cpu", "config": settings(), **how}
     per_rank = tokens // (ranks or 1)
     return hf_distca.document_shares(documents(*lengths), per_rank, ranks=ranks, **given)
 
 
 def exact_arguments(**changes: Any) -> TrainingArguments:
-    """Those of a Trainer whose digits are compared; it keeps nothing."""
+    """Make arguments for a Trainer that compares exact values and saves nothing."""
     given = {**COMMON, "bf16": False, "output_dir": tempfile.gettempdir(), **changes}
     return TrainingArguments(**given)
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Words that the tokenizer makes these tokens of."""
+    """Return the text from which the tokenizer makes these tokens."""
     return "".join(f"{token:02} " for token in ids)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of numbers of two digits, of which 00 pads and 01 ends texts."""
+    """Make a tokenizer of two-digit numbers: 00 pads, and 01 ends texts."""
     words = Tokenizer(models.WordLevel({f"{word:02}": word for word in range(VOCABULARY)}, "00"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="00", eos_token="01")
@@ -134,7 +134,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @contextmanager
 def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """What hf_distca logs inside."""
+    """Record the messages that hf_distca logs."""
     said: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("hf_distca")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -160,10 +160,10 @@ def make_trainer(
     distca: hf_distca.DistCACallback | None = None,
     **changes: Any,
 ) -> Trainer:
-    """A Trainer that logs every step, with distca's callback behind `callbacks`; `changes` are for
-    `TrainingArguments`.
+    """Make a Trainer that logs every step, with distca's callback after `callbacks`. `changes` are
+    for `TrainingArguments`.
 
-    Only in a folder of its own does it keep a record.
+    The run has a record only if `folder` is given.
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     arguments = {
@@ -187,11 +187,11 @@ def make_trainer(
 
 
 def losses(trainer: Trainer) -> list[float]:
-    """Whatever was logged in the order it was: losses, gradient norms, losses of evaluation."""
+    """Return the logged losses, gradient norms and evaluation losses, in the order of the log."""
     names = ("loss", "grad_norm", "eval_loss")
     return [float(row[name]) for row in trainer.state.log_history for name in names if name in row]
 
 
 def dispatches() -> int:
-    """Exchanges of this process since the settings were made."""
+    """Return the number of dispatches of this process since the last `configure`."""
     return current_session().meter.dispatches

@@ -1,8 +1,7 @@
-"""Parts of many cases that show the same: a run takes those that stand for their kind, and some of
-the others.
+"""Subsets of many similar cases: a test run takes representative cases and some of the others.
 
-Hashes of their names choose: two workers, two days and two machines run the same. With `-m "slow or
-not slow"` all of them run.
+Hashes of their names choose, so two workers, two days and two machines run the same cases. With `-m
+"slow or not slow"`, all of them run.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import pytest
 
 
 def in_turn(cases: Iterable[Any], one_in: int, always: Container[Any] = ()) -> list[Any]:
-    """The cases, of which one in so many runs, or at least one; of those in `always` and those
-    marked already nothing changes.
+    """Mark cases as slow, except one in `one_in`, but at least one. Cases in `always` and cases
+    with marks stay unchanged.
     """
     module = sys._getframe(1).f_globals["__name__"]
     given = [
@@ -41,7 +40,7 @@ def in_turn(cases: Iterable[Any], one_in: int, always: Container[Any] = ()) -> l
 
 
 def _name_of(case: Any) -> str:
-    """The id, or what its values say of themselves: in every process the same."""
+    """Return the id, or a name made from the values, which must be equal in every process."""
     name = case.id or "-".join(str(getattr(value, "__name__", value)) for value in case.values)
     assert " at 0x" not in name, (
         f"{name} has another name in every process: give pytest.param an id"

@@ -1,4 +1,4 @@
-"""Imported for what it does: nothing looks for garbage among what is imported after it."""
+"""Imported for its effect: it disables the garbage collector for later imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step takes in each way, and what is advised by it."""
+"""The estimated seconds of a step in each way, and the advice that follows from them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def estimate(run: Run, lengths: list[int]) -> dict[str, Way]:
 LONG = [32768, *[1024] * 32]
 
 
-def test_the_ways_of_one_long_document() -> None:
-    """Seconds by hand, and hf-distca's by the scheduler."""
+def test_ways_of_one_long_document_take_the_expected_seconds() -> None:
+    """Expected seconds are computed by hand, and for hf-distca by the scheduler."""
     run = make_run()
     ways = estimate(run, LONG)
     cost, layers = run.costs[0]
@@ -51,7 +51,7 @@ def test_the_ways_of_one_long_document() -> None:
         return layers * count * float(cost.estimate_seconds(length, length)[0])
 
     as_it_is, balanced = ways["as it is"], ways["samples balanced over ranks"]
-    # The long one fills four rows, of which each is a document of its own.
+    # The long document fills four rows, and each row counts as a document.
     assert as_it_is.seconds == pytest.approx(products + attention(8192))
     assert as_it_is.attention == pytest.approx(
         attention(8192) / (attention(8192, 4) + attention(1024, 32)) * 8
@@ -71,7 +71,7 @@ def test_the_ways_of_one_long_document() -> None:
     assert ways["hf-distca, as given"].seconds < as_it_is.seconds < balanced.seconds
 
 
-def test_context_parallelism_is_the_faster_of_its_two_kinds() -> None:
+def test_context_parallelism_is_estimated_by_its_faster_kind() -> None:
     ways = estimate(make_run(), LONG)
     (title,) = ways.keys() - {*TITLES}
     assert title.startswith("context parallel")
@@ -81,10 +81,10 @@ def test_context_parallelism_is_the_faster_of_its_two_kinds() -> None:
     slow = replace(slow, costs=((replace(cost, node_bytes_per_second=1e9), layers),))
     (slower,) = (way for name, way in estimate(slow, LONG).items() if name not in TITLES)
     assert slower.seconds > 1.5 * ways[title].seconds
-    assert list(estimate(make_run(1, 65536), LONG)) == TITLES, "one rank shares with nobody"
+    assert list(estimate(make_run(1, 65536), LONG)) == TITLES, "one rank has no other to share with"
 
 
-def test_checkpointing_repeats_attention_but_under_hf_distca() -> None:
+def test_checkpointing_repeats_attention_except_under_hf_distca() -> None:
     once, twice = (
         estimate(make_run(checkpointing=checkpointing), LONG) for checkpointing in (False, True)
     )
@@ -94,15 +94,15 @@ def test_checkpointing_repeats_attention_but_under_hf_distca() -> None:
     assert twice["as it is"].seconds > once["as it is"].seconds + 1.02 * products
 
 
-def test_ranks_beyond_a_group_share_in_groups() -> None:
-    """The busiest of two groups counts, and each has its own documents."""
+def test_ranks_beyond_the_largest_group_share_in_several_groups() -> None:
+    """The busiest of two groups counts. Each group deals only its own documents."""
     one = estimate(make_run(512, 1024), [2048, *[1024] * 510])
     two = estimate(make_run(1024, 1024), [*[1024] * 512, 2048, *[1024] * 510])
     for title in ("hf-distca, as given", "hf-distca, dealt"):
         assert two[title].seconds == pytest.approx(one[title].seconds)
 
 
-def test_layers_with_a_window_count_as_what_they_are() -> None:
+def test_layers_with_a_window_take_fewer_seconds() -> None:
     run = make_run()
     ((cost, layers),) = run.costs
     mixed = replace(run, costs=((cost, layers // 2), (replace(cost, window=1024), layers // 2)))
@@ -111,7 +111,7 @@ def test_layers_with_a_window_count_as_what_they_are() -> None:
             assert way.seconds < estimate(run, LONG)[title].seconds
 
 
-def test_long_documents_are_advised_to_be_dealt() -> None:
+def test_advice_for_long_documents_is_dealing() -> None:
     run = make_run(32, checkpointing=True)
     lengths = next(find_distribution("prolong", 65536).draw_batches(32 * 8192, 1)).tolist()
     found = advise(run, list(estimate(run, lengths).values()))
@@ -125,7 +125,7 @@ def test_long_documents_are_advised_to_be_dealt() -> None:
     )
 
 
-def test_equal_documents_are_advised_to_stay_as_they_are() -> None:
+def test_advice_for_equal_documents_is_no_change() -> None:
     run = make_run()
     found = advise(run, list(estimate(run, [1024] * 64).values()))
     assert not found.worthwhile
@@ -143,7 +143,7 @@ def test_equal_documents_are_advised_to_stay_as_they_are() -> None:
         ("as it is", 1.2, "1.20 times as long"),
     ],
 )
-def test_a_gain_is_called_what_it_is(other: str, gain: float, said: str) -> None:
+def test_advice_depends_on_the_gain_over_the_best_way(other: str, gain: float, said: str) -> None:
     def make_way(title: str, seconds: float) -> Way:
         return Way(title, 1.0, seconds, 0.0, 1.0, 8192)
 
@@ -157,7 +157,7 @@ def test_a_gain_is_called_what_it_is(other: str, gain: float, said: str) -> None
 
 
 @pytest.mark.parametrize("text", ["pretrain", "prolong", "equal:1000", "lognormal:2000:1.5"])
-def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
+def test_drawn_batches_have_exact_tokens_and_repeat_with_the_seed(text: str) -> None:
     documents = find_distribution(text, 65536)
     first, again, other = (
         [n.tolist() for n in replace(documents, seed=seed).draw_batches(300_000, 3)]
@@ -170,13 +170,13 @@ def test_batches_have_their_exact_tokens_and_repeat(text: str) -> None:
     assert min(itertools.chain(*first)) >= 1
 
 
-def test_long_documents_hold_the_promised_share_of_tokens() -> None:
+def test_long_documents_of_a_distribution_hold_their_share_of_tokens() -> None:
     for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
         lengths = next(find_distribution(name, 65536).draw_batches(50_000_000, 1))
         assert lengths[lengths > boundary].sum() / lengths.sum() == pytest.approx(share, abs=0.08)
 
 
-def test_a_list_is_gone_through_and_begins_anew() -> None:
+def test_lengths_of_a_list_are_drawn_in_equal_shares() -> None:
     batch = next(from_list([3, 5], "two").draw_batches(80, 1))
     assert np.bincount(batch[:20])[[3, 5]].tolist() == [10, 10]
     assert max(next(from_list([3, 500], "two", 10).draw_batches(80, 1))) == 10
@@ -187,6 +187,6 @@ def test_a_list_is_gone_through_and_begins_anew() -> None:
 @pytest.mark.parametrize(
     "text", ["normal", "equal", "equal:0", "equal:nan", "lognormal:1", "lognormal:1:99"]
 )
-def test_distributions_that_are_none(text: str) -> None:
+def test_unknown_distributions_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="neither a file nor one of pretrain, prolong"):
         find_distribution(text, 65536)

@@ -1,4 +1,4 @@
-"""What is counted in a model: by hand, as its authors say, and as it runs."""
+"""Counted weights and layers of a model equal hand counts, published numbers, and a run."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
         ("gpt_oss", 36, 5.7, 1),
         ("deepseek_v3", 61, 37.6, 1),
         ("ernie4_5_moe", 28, 3.35, 0),
-        ("zamba2", 9, 4.06, 0),  # of 2.48, some in several layers
+        ("zamba2", 9, 4.06, 0),  # 2.48 billion weights, some of them shared by several layers
         ("recurrent_gemma", 8, 2.01, 0),
         ("gpt2", 12, 0.124, 0),
     ],
 )
-def test_weights_and_layers_of_attention_are_the_models(
+def test_counted_weights_and_attention_layers_are_those_of_the_model(
     kind: str, attending: int, billions: float, embedded: int, tmp_path: Path
 ) -> None:
-    """Of mixtures, the published weights that a token meets. An embedding that is no output layer
-    (`embedded`) counts in those, and not here.
+    """For mixtures of experts, the published weights are those that a token meets. They include an
+    embedding that is no output layer (`embedded`); the count does not.
     """
     found = count_model(write(tmp_path, kind))
     assert sum(count for *_, count in found.layers) == attending
@@ -59,7 +59,7 @@ def test_weights_and_layers_of_attention_are_the_models(
     assert (found.met_weights + embedding) / 1e9 == pytest.approx(billions, rel=0.03)
 
 
-def test_the_counts_of_a_dense_model_are_its_known_ones(tmp_path: Path) -> None:
+def test_counts_of_a_dense_model_equal_its_known_ones(tmp_path: Path) -> None:
     counted, known = count_model(write(tmp_path, "llama", **LLAMA)), KNOWN_MODELS["llama-3-8b"]
     assert counted.layers == known.layers
     assert counted.met_weights == pytest.approx(known.met_weights, rel=1e-3)
@@ -84,7 +84,7 @@ def test_the_counts_of_a_dense_model_are_its_known_ones(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_windows_are_those_of_the_config_and_its_family(
+def test_windows_of_layers_come_from_the_config_and_its_family(
     config: dict[str, Any], kinds: list[tuple[int | None, int]], tmp_path: Path
 ) -> None:
     own = {} if "text_config" in config else LLAMA
@@ -107,7 +107,7 @@ def test_windows_are_those_of_the_config_and_its_family(
         ),
     ],
 )
-def test_what_is_not_counted_is_refused(
+def test_models_that_cannot_be_counted_are_refused(
     config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -119,7 +119,7 @@ RUN = ("olmo_hybrid", "nemotron_h", "gemma3_text", "mixtral", "mistral", "longca
 
 
 @pytest.mark.parametrize("kind", in_turn(RUN, 2))
-def test_attention_is_counted_as_often_as_it_runs(
+def test_counted_attention_layers_are_those_that_run(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "models")

@@ -1,4 +1,4 @@
-"""Attention groups without processes: announcements of other ranks are made up."""
+"""An attention group without processes; tests make the rows of the other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Rows = Callable[[IntArray], list[IntArray]]
 
 
 class MadeUpGroup(AttentionGroup):
-    """A group in which `others` says what is gathered when this rank gives a row."""
+    """A group that gathers the rows that `others` makes from the row of this rank."""
 
     def __init__(self, ranks: int, others: Rows | None = None) -> None:
         super().__init__(ranks=tuple(range(ranks)))

@@ -1,6 +1,4 @@
-"""Announcements: what ranks say is what is read, in few numbers, and a difference ends in an error
-that names it.
-"""
+"""Announcements are compact, are read as written, and differences raise errors."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ FACTS = collect_shared_settings(*SETTINGS)
 LENGTHS = st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6)
 
 
-def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
+def announce(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Announcement:
     numbers = {"count": 1, "settings": 7, "exchanges": 4, "checksum": 9, **changes}
     return Announcement(
         **numbers,
@@ -44,7 +42,7 @@ def announcement(*documents: Documents, key: PlanKey = KEY, **changes: int) -> A
     )
 
 
-def packed(lengths: list[int]) -> Documents:
+def pack(lengths: list[int]) -> Documents:
     return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
@@ -54,7 +52,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(
 ) -> None:
     ranks = min(len(first), len(second))
     rows = [
-        announcement(packed(a), packed(b)).to_row()
+        announce(pack(a), pack(b)).to_row()
         for a, b in zip(first[:ranks], second[:ranks], strict=True)
     ]
     read = Announcements.from_rows(rows)
@@ -67,14 +65,14 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(
 
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
-    sizes = {len(announcement(packed(lengths)).to_row()) - len(lengths) for lengths in ranks}
+    sizes = {len(announce(pack(lengths)).to_row()) - len(lengths) for lengths in ranks}
     assert sizes == {HEADER_SIZE + FIGURE_COUNT + 5}
 
 
-def test_documents_over_ranks_announce_number_and_start() -> None:
+def test_documents_over_ranks_are_read_with_numbers_and_starts() -> None:
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
     rows = [
-        announcement(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row()
+        announce(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row()
         for one in parts
     ]
     (stated,) = Announcements.from_rows(rows).read_documents()
@@ -87,9 +85,9 @@ def test_documents_over_ranks_announce_number_and_start() -> None:
 @given(LENGTHS)
 def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]]) -> None:
     ranks = [lengths or [1] for lengths in ranks]
-    second = [choose_cut(1, sum(lengths), packed(lengths), 1)[2][1] for lengths in ranks]
+    second = [choose_cut(1, sum(lengths), pack(lengths), 1)[2][1] for lengths in ranks]
     (stated,) = Announcements.from_rows(
-        [announcement(one, key=KEY._replace(nano=2)).to_row() for one in second]
+        [announce(one, key=KEY._replace(nano=2)).to_row() for one in second]
     ).read_documents()
     layout = stated.build_layout()
     assert layout.context_tokens.tolist() == [one.context_tokens for one in second]
@@ -119,22 +117,22 @@ def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]
         ),
     ],
 )
-def test_differences_are_named(odd: dict[str, int], text: str) -> None:
-    rows = [announcement(packed([3])).to_row(), announcement(packed([3]), **odd).to_row()]
+def test_differences_between_ranks_are_named(odd: dict[str, int], text: str) -> None:
+    rows = [announce(pack([3])).to_row(), announce(pack([3]), **odd).to_row()]
     with pytest.raises(DistCADesyncError) as caught:
         check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
     assert text in str(caught.value)
 
 
 def test_a_rank_that_asks_for_more_plans_is_named() -> None:
-    rows = [announcement(packed([3])).to_row(), announcement(packed([3]), packed([4])).to_row()]
+    rows = [announce(pack([3])).to_row(), announce(pack([3]), pack([4])).to_row()]
     with pytest.raises(
         DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"
     ):
         check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
 
 
-def test_settings_and_costs_are_in_the_fingerprint() -> None:
+def test_hash_of_settings_covers_config_costs_and_dtypes() -> None:
     others = {
         hash_settings(collect_shared_settings(*changed))
         for changed in (
@@ -149,7 +147,7 @@ def test_settings_and_costs_are_in_the_fingerprint() -> None:
 
 
 def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
-    many, few = announcement(packed([1] * 1024)).to_row(), announcement(packed([1024])).to_row()
+    many, few = announce(pack([1] * 1024)).to_row(), announce(pack([1024])).to_row()
     assert (len(many), len(few)) == (HEADER_SIZE + 10 + 1024, HEADER_SIZE + 10 + 1)
     (stated,) = Announcements.from_rows([many, few]).read_documents()
     assert stated.header[:, 3].tolist() == [1024, 1]

@@ -27,13 +27,13 @@ KEY = PlanKey(SHAPE, "cpu")
 COST = CostModel.make_of_pairs(SHAPE)
 
 
-def dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
+def make_dealing(ranks: int, tokens: int, placement: str = "dealt", **settings: object) -> Dealing:
     config = DistCAConfig(**{"tile": 4, "min_gain": 0.0, **settings})
     return Dealing(ranks, tokens, {KEY: COST}, config, placement=placement)
 
 
-def in_a_worker() -> Any:
-    """Make shares as a worker of a loader does."""
+def simulate_worker() -> Any:
+    """Make shares as in a worker of a loader."""
     return patch.object(dealt_module, "get_worker_info", return_value="a worker")
 
 
@@ -41,13 +41,13 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
 
 @given(st.integers(1, 5), LENGTHS, st.booleans(), st.sampled_from(["dealt", "in order"]))
-def test_shares_of_all_ranks_are_the_layout(
+def test_shares_of_all_ranks_form_the_dealt_layout(
     ranks: int, lengths: list[int], ping_pong: bool, placement: str
 ) -> None:
     lengths.append((-sum(lengths)) % ranks + ranks)
     tokens, more = divmod(sum(lengths), ranks)
     assert not more
-    made = dealing(ranks, tokens, placement, ping_pong=ping_pong)
+    made = make_dealing(ranks, tokens, placement, ping_pong=ping_pong)
     shares = [
         pickle.loads(pickle.dumps(made)).make_share(np.array(lengths), (3, 7), rank)
         for rank in range(ranks)
@@ -73,9 +73,11 @@ def test_shares_of_all_ranks_are_the_layout(
             assert [int(part.runs[:, 2].sum()) for part in parts] == [first, tokens - first]
 
 
-def test_plans_travel_and_are_made_again_under_other_settings() -> None:
-    with in_a_worker():
-        share = pickle.loads(pickle.dumps(dealing(2, 32).make_share(np.array([40, 24]), (0, 0), 1)))
+def test_pickled_plans_are_remade_only_under_other_settings() -> None:
+    with simulate_worker():
+        share = pickle.loads(
+            pickle.dumps(make_dealing(2, 32).make_share(np.array([40, 24]), (0, 0), 1))
+        )
     config = DistCAConfig(tile=4, min_gain=0.0)
     with patch.object(dealt_module, "balance", wraps=dealt_module.balance) as made:
         plan = share.dealt_share.plan(PlanJob(KEY, COST, config))
@@ -87,26 +89,24 @@ def test_plans_travel_and_are_made_again_under_other_settings() -> None:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_a_dealt_batch_is_as_even_as_its_plans_are(ping_pong: bool) -> None:
-    """A long document may lie on one rank, from where work moves."""
+def test_estimate_of_a_dealt_batch_includes_its_plan(ping_pong: bool) -> None:
+    """A long document may lie on one rank, because the plan moves its work."""
     lengths = np.array([1024, *[64] * 48])
-    made = dealing(4, 1024, ping_pong=ping_pong)
+    made = make_dealing(4, 1024, ping_pong=ping_pong)
     assert made.estimate_imbalance(made.deal_layouts(lengths)[0]) > 1.5
     assert made.estimate_dealt(lengths) < 1.05
 
 
-def test_a_dealing_with_another_placement_is_refused() -> None:
+def test_dealing_with_an_unknown_placement_is_refused() -> None:
     with pytest.raises(ConfigError, match="placement='random' must be one of 'dealt', 'in order'"):
-        dealing(2, 8, "random")
+        make_dealing(2, 8, "random")
 
 
-def test_shares_are_planned_for_the_nodes_they_are_dealt_to() -> None:
-    """Plans that a loader made are taken in the step, where ranks need not have found the same
-    nodes.
-    """
+def test_workers_plan_shares_for_the_nodes_of_the_deal() -> None:
+    """A step uses the plan of a worker only if the step has the same nodes."""
     cost = CostModel.make_analytic(SHAPE, device_type="cuda")
     made = Dealing(4, 4096, {KEY: cost}, DistCAConfig(ping_pong=False), ranks_per_node=2)
-    with in_a_worker():
+    with simulate_worker():
         share = made.make_share(np.array([9000, 4000, 3384]), (0, 0), 1)
     assert share.dealt_share is not None
     nodes = Ranks(per_node=share.dealt_share.per_node)

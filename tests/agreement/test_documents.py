@@ -1,4 +1,4 @@
-"""Documents as they reach attention."""
+"""The documents that attention reads from a batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from hf_distca.integration.hooks.attention import distca_attention
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
-def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
-    """Beside a later key that says otherwise, too."""
+def test_first_document_key_of_a_batch_decides_the_lengths(key: str) -> None:
     batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64), **dict.fromkeys(DOCUMENT_KEYS)}
     rest = list(DOCUMENT_KEYS)[list(DOCUMENT_KEYS).index(key) + 1 :]
     later = {other: value for other, value in say_documents((5, 4)).items() if other in rest}
@@ -31,8 +30,8 @@ def test_a_key_of_a_batch_says_where_documents_begin(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
-def test_only_keys_that_can_continue_documents_count_if_documents_span_ranks(key: str) -> None:
-    """The positions are those of a document's second part, and of a whole document."""
+def test_document_keys_without_starts_are_ignored_if_documents_span_ranks(key: str) -> None:
+    """The positions describe the second part of one document, and a whole document."""
     said = {
         "distca_documents": PackedDocuments((5, 4), starts=(3, 0), documents=(1, 2)),
         "position_ids": torch.tensor([[3, 4, 5, 6, 7, 0, 1, 2, 3]]),
@@ -44,7 +43,7 @@ def test_only_keys_that_can_continue_documents_count_if_documents_span_ranks(key
     assert documents.runs[:, 1:].tolist() == [[3, 5], [0, 4]]
 
 
-def test_the_order_of_the_keys_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_document_keys_decides_which_key_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     said, other = say_documents((5, 4)), say_documents((3, 6))
     batch = {"input_ids": torch.zeros(1, 9, dtype=torch.int64)}
     batch |= {**other, "position_ids": said["position_ids"]}
@@ -58,7 +57,7 @@ def test_the_order_of_the_keys_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     "given",
     [PackedDocuments((3, 4)), make_handle(1, 7)],
 )
-def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> None:
+def test_engines_that_cast_arguments_keep_documents_and_handles(given: object) -> None:
     casts = _apply_to_tensors(
         lambda tensor: tensor.bfloat16(), {"attention_mask": given, "rest": (given, torch.ones(1))}
     )
@@ -66,7 +65,7 @@ def test_engines_that_cast_layer_arguments_keep_the_object(given: object) -> Non
     assert casts["rest"][0] is given
 
 
-def test_packed_documents_travel_to_workers_and_back() -> None:
+def test_packed_documents_survive_pickle_and_copy() -> None:
     packed = PackedDocuments([3, 4], [0, 2], [7, 8])
     for other in (pickle.loads(pickle.dumps(packed)), copy.deepcopy(packed)):
         assert other == packed
@@ -75,7 +74,7 @@ def test_packed_documents_travel_to_workers_and_back() -> None:
     assert "lengths=(3, 4)" in repr(packed)
 
 
-def test_packed_documents_without_a_number_of_each_are_refused() -> None:
+def test_packed_documents_with_missing_starts_are_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"starts=\(\), documents=\(\)\): give starts and documents for each"
     ):
@@ -88,11 +87,11 @@ def test_packed_documents_without_a_number_of_each_are_refused() -> None:
     [
         (None, None, True),
         ((0, 0, 0), (7, 3, 9), True),
-        ((0, 3, 0), (7, 7, 9), False),  # in two parts, both here
-        ((0, 0, 2), (7, 3, 9), False),  # its head is elsewhere
+        ((0, 3, 0), (7, 7, 9), False),  # one document in two parts
+        ((0, 0, 2), (7, 3, 9), False),  # the first part is on another rank
     ],
 )
-def test_documents_are_whole_where_each_is_one_run(
+def test_documents_are_whole_if_each_is_one_run_from_position_0(
     starts: tuple[int, ...] | None, numbers: tuple[int, ...] | None, whole: bool
 ) -> None:
     documents = TokenBatch(
@@ -117,8 +116,8 @@ def test_documents_with_context_are_not_whole() -> None:
     assert not second.has_whole_documents
 
 
-def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
-    """Both runs begin at position 0: no short way goes around the layout, which says so."""
+def test_document_that_appears_twice_is_refused_on_one_rank() -> None:
+    """Both runs begin at position 0, and still the layout checks them."""
     packed, module = PackedDocuments((3, 4), (0, 0), (7, 7)), torch.nn.Linear(1, 1).train()
     states = (torch.randn(1, heads, 7, 8) for heads in (2, 1, 1))
     hf_distca.configure()
@@ -131,7 +130,7 @@ def test_the_same_document_twice_is_refused_by_a_rank_alone() -> None:
         )
 
 
-def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:
+def test_training_row_that_begins_inside_a_document_is_refused() -> None:
     positions = torch.cat([torch.arange(5, 9), torch.arange(4)])[None]
     with pytest.raises(
         hf_distca.UnsupportedError,
@@ -144,7 +143,7 @@ def test_a_training_row_that_another_tool_has_cut_is_refused() -> None:
     ).runs[0].tolist() == [-1, 5, 4]
 
 
-def test_rows_behind_padding_may_begin_anywhere() -> None:
+def test_rows_after_padding_may_begin_at_any_position() -> None:
     padding = torch.tensor([[False, False, True, True], [True, True, True, True]])
     for positions in (None, torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])):
         found = TokenBatch(2, 4, position_ids=positions, padding=padding).read_documents(
@@ -162,7 +161,7 @@ PADDING = torch.tensor([[True] * 6 + [False] * 2])
     ids=["padding as a document", "padding in a document", "padding left out"],
 )
 @pytest.mark.parametrize("given", ["packed", "cu_seq_lens"])
-def test_documents_that_are_given_decide_beside_padding(
+def test_given_documents_are_read_without_their_padding(
     given: str, lengths: tuple[int, ...], kept: list[int]
 ) -> None:
     packed, bounds = PackedDocuments(lengths), torch.tensor([0, *lengths]).cumsum(0)
@@ -191,8 +190,8 @@ def test_documents_that_do_not_fit_the_padding_are_refused() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3, 5), (3, 3)])
-def test_padding_in_documents_that_go_on_elsewhere_is_refused(lengths: tuple[int, int]) -> None:
-    """Other ranks know how many tokens of a document are here, and count them."""
+def test_padding_in_documents_that_span_ranks_is_refused(lengths: tuple[int, int]) -> None:
+    """Other ranks rely on how many tokens of a document this rank holds."""
     packed = PackedDocuments(lengths, (4, 0), (0, 1))
     with pytest.raises(
         LayoutError,

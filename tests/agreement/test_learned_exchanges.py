@@ -1,6 +1,4 @@
-"""What ranks learn of exchanges from plans of real documents, whatever lines the ranks up: each
-other, or something else.
-"""
+"""The cost of exchanges that ranks learn from measured plans, whatever the ranks wait for."""
 
 from __future__ import annotations
 
@@ -29,17 +27,17 @@ SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
 COST = CostModel.make_analytic(SHAPE)
-TRUE_FACTOR = 3.0  # exchanges take so many times as long as the cost model says
-WORLDS = ["lined up elsewhere", "waiting for each other", "all but one late"]
+TRUE_FACTOR = 3.0  # seconds of an exchange / seconds in the cost model
+WORLDS = ["waiting elsewhere", "waiting for each other", "all but one late"]
 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Seconds of a layer on each rank, (ranks,), as they are in a made-up world.
+    """True seconds of a layer on each rank, as arrays (ranks,).
 
     Attributes:
-        kernel, exchange: of the plan; ranks that send and receive nothing exchange in no time.
-        unmoved: kernel plus exchange with nothing moved, or the longer of both with ping-pong.
+        kernel, exchange: of the plan; ranks that send and receive nothing take no exchange seconds.
+        unmoved: kernel and exchange with nothing moved; with ping-pong, the longer of both.
         ping_pong: whether a rank computes while it exchanges.
     """
 
@@ -49,54 +47,54 @@ class Truth:
     ping_pong: bool
 
     @classmethod
-    def of(cls, plan: Plan, config: DistCAConfig) -> Truth:
+    def from_plan(cls, plan: Plan, config: DistCAConfig) -> Truth:
         load, local = PlanLoad(plan, COST), PlanLoad(Plan.make_local(plan.layout), COST)
         kernel, exchange = (
             load.compute_seconds,
             TRUE_FACTOR * load.exchange_seconds * load.wire_seconds.any(axis=0),
         )
-        unmoved = cls._together(
+        unmoved = cls._combine(
             local.compute_seconds, TRUE_FACTOR * local.exchange_seconds, config.ping_pong
         )
         return cls(kernel, exchange, unmoved, config.ping_pong)
 
     @staticmethod
-    def _together(kernel: FloatArray, exchange: FloatArray, ping_pong: bool) -> FloatArray:
+    def _combine(kernel: FloatArray, exchange: FloatArray, ping_pong: bool) -> FloatArray:
         return np.maximum(kernel, exchange) if ping_pong else kernel + exchange
 
     @property
     def attention(self) -> FloatArray:
-        """What attention takes each rank that waits for no other."""
-        return self._together(self.kernel, self.exchange, self.ping_pong)
+        """The seconds of attention on each rank if it waits for no other rank."""
+        return self._combine(self.kernel, self.exchange, self.ping_pong)
 
     @property
     def loss(self) -> float:
-        """What moving costs, as a part of what moving nothing takes; negative if it gains."""
+        """The relative slowdown by moving work; negative if moving pays."""
         return float(self.attention.max() / self.unmoved.max()) - 1
 
-    def waited(self, world: str) -> FloatArray:
-        """What each rank measures beside its kernels."""
+    def count_waiting(self, world: str) -> FloatArray:
+        """Count the seconds that each rank measures outside its kernels."""
         exchanges = self.exchange > 0
         begin = np.zeros_like(self.kernel)
         if world == "all but one late":
             begin[np.flatnonzero(exchanges)[1:]] = self.attention.max() / 2
         end = begin + self.attention
-        if world != "lined up elsewhere":
+        if world != "waiting elsewhere":
             end[exchanges] = end[exchanges].max()
         return end - begin - self.kernel
 
 
-def placements(folder: Path) -> Iterator[tuple[str, Layout]]:
+def read_placements(folder: Path) -> Iterator[tuple[str, Layout]]:
     for path in sorted(folder.glob("*.json")):
         yield path.stem, read_placement(path)
 
 
-def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> RateSample:
-    """What ranks would tell each other of one layer."""
+def make_sample(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> RateSample:
+    """Make the sample of one layer that ranks would gather."""
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
     none, calls = np.zeros_like(truth.kernel), np.ones_like(truth.kernel)
     figures = np.stack(
-        [truth.kernel * 1e9, none, truth.waited(world) * 1e9, calls, none], axis=1
+        [truth.kernel * 1e9, none, truth.count_waiting(world) * 1e9, calls, none], axis=1
     ).astype(np.int64)
     seconds = COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
     plans = [
@@ -108,41 +106,36 @@ def observation(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> R
     return found
 
 
-def wrong(name: str, layout: Layout, ping_pong: bool) -> Iterator[str]:
-    """What is learned otherwise than it is."""
+def find_errors(name: str, layout: Layout, ping_pong: bool) -> Iterator[str]:
+    """Yield a text for each learned value that is wrong."""
     config = DistCAConfig(ping_pong=ping_pong)
     plan = balance(layout, COST, config)
     if not plan.moved:
         return
-    truth = Truth.of(plan, config)
+    truth = Truth.from_plan(plan, config)
     for world in WORLDS:
-        seen, said = observation(plan, config, truth, world), f"{name}, {world}"
+        seen, said = make_sample(plan, config, truth, world), f"{name}, {world}"
         factor, loss = seen.compute_exchange_factor(), seen.slowdown
         hidden = ping_pong and truth.exchange.max() <= truth.kernel.max()
         if factor is None and not (ping_pong and truth.exchange.max() < 1.1 * truth.kernel.max()):
-            yield f"{said}: exchanges are taken to be hidden"
+            yield f"{said}: exchanges count as hidden"
         if factor is not None and (hidden or abs(factor / TRUE_FACTOR - 1) > 0.01):
-            yield (
-                f"{said}: exchanges are taken to need {factor:.3g} times as long as the cost model"
-                " says"
-            )
+            yield f"{said}: the learned factor of exchanges is {factor:.3g}"
         if (loss > 0) != (truth.loss > 0) and abs(truth.loss) > 1e-3:
-            yield f"{said}: a loss of {truth.loss:.3f} is taken for one of {loss:.3f}"
+            yield f"{said}: the slowdown is {truth.loss:.3f}, but {loss:.3f} was learned"
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["serial", "ping-pong"])
 @pytest.mark.parametrize("folder", [MADE_UP, MADE_UP / "public"], ids=["made up", "real"])
-def test_the_rate_of_exchanges_is_right_whatever_ranks_wait_for(
-    folder: Path, ping_pong: bool
-) -> None:
-    assert (known := dict(placements(folder)))
-    assert not [line for name, layout in known.items() for line in wrong(name, layout, ping_pong)]
+def test_exchange_factor_is_learned_whatever_ranks_wait_for(folder: Path, ping_pong: bool) -> None:
+    assert (known := dict(read_placements(folder)))
+    assert not [
+        line for name, layout in known.items() for line in find_errors(name, layout, ping_pong)
+    ]
 
 
-def test_costly_exchanges_end_where_ranks_wait_elsewhere() -> None:
-    """Two of three ranks exchange for five times as long as estimated; the third has a little less
-    to compute than they.
-    """
+def test_slow_exchanges_are_learned_if_one_rank_exchanges_nothing() -> None:
+    """Two ranks exchange five times as long as estimated; the third rank computes a bit less."""
     kernel, wire = np.array([1.0, 1.0, 0.95]), np.array([0.1, 0.1, 0.0])
     waited, none = np.array([0.5, 0.5, 0.0]), np.zeros(3)
     seen = RateSample(kernel, kernel, waited, wire, np.array([1.2, 0.8, 0.95]), none)

@@ -1,6 +1,4 @@
-"""The planner with made-up ranks: collectives, plans made beside training, and what becomes of
-measurements.
-"""
+"""The planner with simulated ranks: its collectives, and the measurements that it gathers."""
 
 from __future__ import annotations
 
@@ -30,50 +28,48 @@ SHAPE = AttentionShape(4, 2, 16, 16, 2)
 KEY = PlanKey(SHAPE, "cpu")
 
 
-def planner(device: str = "cpu", **settings: float) -> Planner:
+def make_planner(device: str = "cpu", **settings: float) -> Planner:
     made = Planner(DistCAConfig(tile=1, min_gain=0.0, **settings), Meter())
     made.costs[SHAPE, device] = CostModel.make_of_pairs(SHAPE)
     return made
 
 
-def documents(*lengths: int) -> Documents:
+def make_documents(*lengths: int) -> Documents:
     return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
-def test_one_plan_or_several_take_the_same_two_collectives() -> None:
+def test_any_number_of_plans_takes_two_collectives() -> None:
     for count in (1, 5):
         group = MadeUpGroup(2)
-        plans = planner().plan([(documents(96), KEY)] * count, group)
+        plans = make_planner().plan([(make_documents(96), KEY)] * count, group)
         assert len(plans) == count
         assert group.gathered == ["planning micro-batch 1", "comparing plans of micro-batch 1"]
 
 
-def test_plans_that_differ_are_named_by_rank() -> None:
+def test_different_plans_are_named_by_rank() -> None:
     def others(row: np.ndarray) -> list[np.ndarray]:
         return [row, row] if len(row) > 1 else [row, row + 1]  # only digests are single numbers
 
     with pytest.raises(
         DistCADesyncError, match="different plans for the same documents in micro-batch 1: rank 0: "
     ):
-        planner().plan([(documents(96), KEY)], MadeUpGroup(2, others))
+        make_planner().plan([(make_documents(96), KEY)], MadeUpGroup(2, others))
 
 
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
-    (planned,) = ours.plan([(documents(96), key)], group)
+    (planned,) = ours.plan([(make_documents(96), key)], group)
     planned.meter.span("server", 0.0, seconds)
     return planned.meter
 
 
-def test_gathered_figures_wait_for_the_device() -> None:
-    """Between two gatherings nobody waits for the device, and what is announced leaves the newest
-    out.
-    """
-    device, ours, group = Device(), planner("cuda"), MadeUpGroup(2)
+def test_only_gathering_measurements_waits_for_the_device() -> None:
+    """Announcements leave out the newest micro-batch, so they do not wait."""
+    device, ours, group = Device(), make_planner("cuda"), MadeUpGroup(2)
     key = KEY._replace(device="cuda")
     with device.installed():
         for number in (1, 2, 3):
-            (planned,) = ours.plan([(documents(96), key)], group)
+            (planned,) = ours.plan([(make_documents(96), key)], group)
             begin = get_clock(torch.device("cuda"))()
             device.launch(float(number))
             planned.meter.span("server", begin, get_clock(torch.device("cuda"))())
@@ -84,13 +80,13 @@ def test_gathered_figures_wait_for_the_device() -> None:
         assert device.waits[-1] == 6.0
         gathered = list(group.gathered)
         ours.gather_measurements(group)
-        assert group.gathered == gathered, "there is nothing new"
+        assert group.gathered == gathered, "no measurement is new"
 
 
-def test_of_micro_batches_that_nobody_gathers_some_are_kept(
+def test_a_limited_number_of_unfinished_micro_batches_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where kernels still run whenever somebody looks."""
+    """Kernels of the other rank still run at every announcement."""
     monkeypatch.setattr(history_module, "_MAX_RUNNING", 3)
     running = True
 
@@ -100,7 +96,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(
             other[HEADER_SIZE : HEADER_SIZE + FIGURE_COUNT * row[5] : FIGURE_COUNT] = -1
         return [row, other]
 
-    ours, group = planner(), MadeUpGroup(2, others)
+    ours, group = make_planner(), MadeUpGroup(2, others)
     for _ in range(8):
         run(ours, group, KEY, 1.0)
     assert ours.history.total.micro_batches == 0
@@ -109,8 +105,7 @@ def test_of_micro_batches_that_nobody_gathers_some_are_kept(
     assert ours.history.total.micro_batches == 3
 
 
-def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
-    """A measurement with kernels that still run is left out on all ranks."""
+def test_measurements_with_running_kernels_are_skipped_on_all_ranks() -> None:
     unfinished = []
 
     def others(row: np.ndarray) -> list[np.ndarray]:
@@ -121,7 +116,7 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
             unfinished.append(row[HEADER_SIZE])
         return [row, other]
 
-    ours, group = planner(), MadeUpGroup(2, others)
+    ours, group = make_planner(), MadeUpGroup(2, others)
     run(ours, group, KEY, 1.0)
     run(ours, group, KEY, 1.0)
     assert len(unfinished) == 1
@@ -129,7 +124,7 @@ def test_measurement_of_running_kernels_is_left_out_everywhere() -> None:
 
 
 @pytest.mark.parametrize("other", [0, 2])
-def test_ranks_with_other_numbers_of_plans_are_told_of(
+def test_different_numbers_of_measured_plans_are_logged(
     other: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     gathering = False
@@ -137,7 +132,7 @@ def test_ranks_with_other_numbers_of_plans_are_told_of(
     def others(row: np.ndarray) -> list[np.ndarray]:
         return [row, np.tile(row, other)] if gathering else [row, row]
 
-    ours, group = planner(), MadeUpGroup(2, others)
+    ours, group = make_planner(), MadeUpGroup(2, others)
     run(ours, group, KEY, 1.0)
     gathering = True
     ours.gather_measurements(group)
@@ -146,10 +141,10 @@ def test_ranks_with_other_numbers_of_plans_are_told_of(
     gathering = False
     run(ours, group, KEY, 1.0)
     ours.gather_measurements(group)
-    assert ours.history.total.micro_batches >= 1, "what follows is measured"
+    assert ours.history.total.micro_batches >= 1, "later micro-batches are measured"
 
 
-def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
+def test_memory_of_measurements_is_not_quadratic_in_ranks() -> None:
     ranks = 4096
     layout = Layout.from_lengths([[64, 64, 128]] * ranks)
     plan, cost = Plan.make_local(layout), CostModel.make_of_pairs(SHAPE)
@@ -166,7 +161,7 @@ def test_figures_of_4096_ranks_take_no_square_of_them() -> None:
     assert time.perf_counter() - started < 0.05
 
 
-def test_measured_seconds_go_home_in_proportion() -> None:
+def test_measured_seconds_are_assigned_to_home_ranks_in_proportion() -> None:
     layout = Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     used = MicroBatchPlan(KEY, plan, 1, np.array([2.0, 1.0, 1.0]), UNIFORM_RANKS, Meter())

@@ -1,4 +1,4 @@
-"""Rates fitted to made-up measurements of ranks: kernels, speeds, exchanges."""
+"""Rates fitted to simulated measurements of ranks: kernels, speeds, exchanges."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ TRUE = CostModel.make_analytic(SHAPE, device_type="cpu")
 RANKS = 4
 
 
-def wrong(task: float, flop: float, exchange: float = 1.0) -> CostModel:
-    """The true rates times these."""
+def distort(task: float, flop: float, exchange: float = 1.0) -> CostModel:
+    """Multiply the seconds of the true model by these factors."""
 
     def kernel(cost: KernelCost) -> KernelCost:
         return KernelCost(
@@ -56,13 +56,13 @@ def wrong(task: float, flop: float, exchange: float = 1.0) -> CostModel:
 
 
 def sum_by_rank(cost: CostModel, plan: Plan, ranks: np.ndarray) -> np.ndarray:
-    """Estimated kernel seconds of the tasks of each rank."""
+    """Sum the estimated kernel seconds of the tasks of each rank."""
     tasks = cost.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
     return np.bincount(ranks, weights=tasks, minlength=RANKS)
 
 
 class World:
-    """Ranks that take what the true rates say, and a planner that begins with others."""
+    """Simulated ranks with the true rates, and a planner that begins with other rates."""
 
     def __init__(
         self,
@@ -74,9 +74,7 @@ class World:
         gathers: bool = False,
         **settings: object,
     ) -> None:
-        """Ranks wait for each other in attention, or else elsewhere, where each layer lines them
-        up.
-        """
+        """Make ranks that wait for each other in attention, or between layers without `waits`."""
         self.speeds, self.exchange = np.array(speeds), exchange
         self.noise = np.random.default_rng(0)
         self.waits, self.gathers = waits, gathers
@@ -87,7 +85,7 @@ class World:
         self.lengths: list[list[int]] = []
         self.measured: np.ndarray | None = None
         self.plans: list[Plan] = []
-        # What attention took / what it would have taken with nothing moved.
+        # Seconds of attention / seconds with nothing moved.
         self.slowdown: list[float] = []
 
     def _rows(self, row: np.ndarray) -> list[np.ndarray]:
@@ -107,7 +105,7 @@ class World:
         return made
 
     def step(self, number: int) -> float:
-        """Plan, and pretend to compute. Returns estimate / measurement of the slowest rank."""
+        """Plan and simulate a step; return estimate / measurement of the slowest rank."""
         random = np.random.default_rng(number)
         self.lengths = [
             [8192] if rank == number % RANKS else [8192 // int(random.integers(4, 32))] * 4
@@ -135,7 +133,7 @@ class World:
         return float(self.planner.costs.make_ranks(RANKS).scale_by_speed(mine).max() / kernel.max())
 
     def _exchange(self, plan: Plan) -> np.ndarray:
-        """Seconds of messages."""
+        """Compute the seconds of the exchanges."""
         return PlanLoad(plan, TRUE).exchange_seconds * self.exchange
 
     @staticmethod
@@ -143,7 +141,7 @@ class World:
         return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
     def train(self, *steps: int) -> list[float]:
-        """What `step` returns, for a range of steps."""
+        """Run a range of steps, and list the results of `step`."""
         return [self.step(number) for number in range(*steps)]
 
     @property
@@ -152,8 +150,8 @@ class World:
 
 
 @pytest.mark.parametrize(("task", "flop"), [(3, 3), (1 / 3, 1 / 3), (3, 1 / 3), (1 / 3, 3), (1, 1)])
-def test_estimates_come_within_ten_percent_from_any_start(task: float, flop: float) -> None:
-    world = World(wrong(task, flop))
+def test_estimates_come_within_ten_percent_from_any_rates(task: float, flop: float) -> None:
+    world = World(distort(task, flop))
     ratios = world.train(24)
     if flop != 1:
         assert max(ratios[0], 1 / ratios[0]) > 2
@@ -161,21 +159,21 @@ def test_estimates_come_within_ten_percent_from_any_start(task: float, flop: flo
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_rates_learn_alike_from_gathered_and_announced_figures(gathers: bool) -> None:
-    world = World(wrong(3, 1 / 3), gathers=gathers)
+def test_rates_are_learned_from_gathered_and_announced_figures(gathers: bool) -> None:
+    world = World(distort(3, 1 / 3), gathers=gathers)
     ratios = world.train(24)
     assert max(ratios[0], 1 / ratios[0]) > 2
     assert all(abs(ratio - 1) < 0.1 for ratio in ratios[12:])
 
 
-def test_nothing_changes_where_measurements_are_as_estimated() -> None:
+def test_rates_stay_if_measurements_equal_estimates() -> None:
     world = World(TRUE)
     world.train(24)
     assert world.planner.costs.get_cost(KEY).forward == TRUE.forward
     assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
-def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
+def test_slow_rank_gets_less_work_until_it_recovers() -> None:
     world = World(TRUE, (1.0, 1 / 1.5, 1.0, 1.0))
     world.train(16)
     speeds = np.array(world.planner.costs.make_ranks(RANKS).speeds)
@@ -189,7 +187,7 @@ def test_a_slow_rank_gets_less_and_is_forgotten_when_it_recovers() -> None:
     assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
-def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
+def test_exchanges_that_do_not_pay_stop_and_are_rarely_retried() -> None:
     world = World(TRUE, exchange=40.0)
     world.train(200)
     first = world.moved.index(False)
@@ -200,7 +198,7 @@ def test_exchanges_that_do_not_pay_are_given_up_and_tried_rarely() -> None:
     assert world.planner.costs.exchange_slowdown > 0.05
 
 
-def test_exchanges_are_taken_up_when_they_pay_again() -> None:
+def test_exchanges_resume_when_they_pay_again() -> None:
     world = World(TRUE, exchange=40.0)
     world.train(100)
     world.exchange = 1.0
@@ -214,7 +212,7 @@ def test_exchanges_are_taken_up_when_they_pay_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "waits", [True, False], ids=["waiting for each other", "lined up elsewhere"]
+    "waits", [True, False], ids=["waiting for each other", "waiting elsewhere"]
 )
 @pytest.mark.parametrize("exchange", [3.0, 10.0, 40.0])
 def test_no_network_makes_attention_slower_than_moving_nothing(
@@ -227,7 +225,6 @@ def test_no_network_makes_attention_slower_than_moving_nothing(
 
 @pytest.mark.parametrize("mib", [4, 64])
 def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
-    """A bound leaves less to move, and what is moved pays."""
     world = World(TRUE, max_transient_bytes=mib * 2**20)
     world.train(48)
     assert np.mean(world.slowdown[16:]) <= 1.002
@@ -235,8 +232,8 @@ def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
         assert np.mean(world.slowdown[16:]) <= 0.6
 
 
-def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
-    world = World(wrong(1, 1, exchange=1 / 20), exchange=1.0)
+def test_exchange_rate_is_fitted_if_exchanges_pay() -> None:
+    world = World(distort(1, 1, exchange=1 / 20), exchange=1.0)
     world.train(24)
     assert all(world.moved)
     found = world.planner.costs.get_cost(KEY)
@@ -244,21 +241,21 @@ def test_rates_of_exchanges_are_fitted_where_they_pay() -> None:
 
 
 def test_without_measured_rates_plans_depend_on_documents_alone() -> None:
-    world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
+    world = World(distort(3, 3), (1.0, 0.5, 1.0, 1.0), exchange=40.0, measured_rates=False)
     world.train(16)
-    assert world.planner.costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.costs.get_cost(KEY) == distort(3, 3)
     assert world.planner.costs.make_ranks(RANKS).speeds is None
 
 
-def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
-    world = World(wrong(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=wrong(3, 3))
+def test_given_cost_model_is_not_changed_by_measurements() -> None:
+    world = World(distort(3, 3), (1.0, 0.5, 1.0, 1.0), cost_model=distort(3, 3))
     world.train(16)
-    assert world.planner.costs.get_cost(KEY) == wrong(3, 3)
+    assert world.planner.costs.get_cost(KEY) == distort(3, 3)
 
 
-def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_of_rates_are_logged_only_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "hf_distca"):
-        world = World(wrong(3, 3), (1.0, 1 / 1.5, 1.0, 1.0))
+        world = World(distort(3, 3), (1.0, 1 / 1.5, 1.0, 1.0))
         world.train(30)
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "rank 1 takes 1." in line]) <= 2
@@ -266,32 +263,31 @@ def test_a_change_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(said) <= 6
 
 
-def observation(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> RateSample:
+def make_sample(change: Callable[[np.ndarray], np.ndarray] = lambda kernel: kernel) -> RateSample:
     estimated = np.full(RANKS, 3.0)
     kernel = change(np.full(RANKS, 3.0))
     none = np.zeros(RANKS)
     return RateSample(estimated, kernel, none, none, kernel, none)
 
 
-def made_up_plan(key: PlanKey) -> Any:
-    """What is learned from; what it shows is given by the test."""
+def fake_plan(key: PlanKey) -> Any:
+    """Make a stand-in for a plan; the test gives its measurements."""
     return SimpleNamespace(number=1, key=key)
 
 
-def given(cost: CostModel = TRUE) -> LearnedCosts:
+def make_costs(cost: CostModel = TRUE) -> LearnedCosts:
     costs = LearnedCosts()
     costs[KIND] = cost
     return costs
 
 
-def test_all_ranks_learn_the_same_from_the_same() -> None:
-    """Rounded to few digits, and learned in one order."""
+def test_equal_samples_give_equal_rates() -> None:
     made = []
     for _ in range(2):
-        costs = given()
+        costs = make_costs()
         for number in range(12):
             costs.learn_from_sample(
-                KIND, observation(lambda kernel, n=number: kernel * (2 + 0.001 * n))
+                KIND, make_sample(lambda kernel, n=number: kernel * (2 + 0.001 * n))
             )
         made.append((costs.get_cost(KEY), costs.measured_ranks))
     assert made[0] == made[1]
@@ -300,8 +296,8 @@ def test_all_ranks_learn_the_same_from_the_same() -> None:
     )
 
 
-def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
-    costs = given()
+def test_rates_are_learned_separately_for_each_group_size() -> None:
+    costs = make_costs()
     for ranks in [RANKS] * 5 + [RANKS // 2] * 5:
         one, none = np.full(ranks, 6.0), np.zeros(ranks)
         costs.learn_from_sample(
@@ -315,27 +311,27 @@ def test_a_group_of_another_size_is_learned_from_by_itself() -> None:
     )
 
 
-def test_one_stall_changes_nothing() -> None:
-    costs = given()
+def test_one_stall_changes_no_rate() -> None:
+    costs = make_costs()
     for number in range(16):
         costs.learn_from_sample(
-            KIND, observation(lambda kernel, n=number: kernel * (50 if n == 9 else 1))
+            KIND, make_sample(lambda kernel, n=number: kernel * (50 if n == 9 else 1))
         )
     assert costs.get_cost(KEY) == TRUE
 
 
-def test_ranks_with_nothing_to_do_say_nothing_of_their_speed() -> None:
-    costs = given()
+def test_idle_ranks_do_not_affect_measured_speeds() -> None:
+    costs = make_costs()
     idle = np.ones(RANKS)
     idle[2] = 0.0
     for _ in range(12):
-        one = observation(lambda kernel: kernel * idle)
+        one = make_sample(lambda kernel: kernel * idle)
         costs.learn_from_sample(KIND, replace(one, estimated=one.estimated * idle))
     assert costs.measured_ranks.speeds is None
 
 
 def announce_slower(row: np.ndarray) -> list[np.ndarray]:
-    """What both ranks announce: kernels of the other one take twice as long."""
+    """Announce that kernels of the other rank take twice as long."""
     theirs = row.copy()
     if row[5]:
         theirs[HEADER_SIZE] = row[HEADER_SIZE] * 2
@@ -343,7 +339,7 @@ def announce_slower(row: np.ndarray) -> list[np.ndarray]:
 
 
 def announce_later(row: np.ndarray) -> list[np.ndarray]:
-    """As above, and the newest kernels of the other rank still run."""
+    """Announce like `announce_slower`, while the newest kernels of the other rank still run."""
     _, theirs = announce_slower(row)
     if row[5] > 1:
         theirs[HEADER_SIZE + FIGURE_COUNT * (row[5] - 1)] = -1
@@ -357,10 +353,10 @@ def train_on_shares(
     key: PlanKey = KEY,
     others: Rows = announce_slower,
 ) -> tuple[list[int], list[tuple[CostModel, Ranks]]]:
-    """Train on shares that a worker made, and planned.
+    """Train on shares that a worker of a loader made and planned.
 
     Returns:
-        The steps that had to make a plan, and the rates that each began with.
+        The steps that made a plan, and the rates at the beginning of each step.
     """
     group = MadeUpGroup(2, others)
     planned: list[int] = []
@@ -391,9 +387,9 @@ def train_on_shares(
 
 
 @pytest.mark.parametrize("others", [announce_slower, announce_later])
-def test_rates_of_dealt_batches_change_at_one_micro_batch(others: Rows) -> None:
-    """Ranks take one collective for a share. Plans of workers are made again by what was learned,
-    and counted. Late kernels are announced again.
+def test_shares_are_planned_again_after_rates_change(others: Rows) -> None:
+    """A share takes one collective, plans after a change are counted, and late kernels are
+    announced again.
     """
     planner = Planner(DistCAConfig(), Meter())
     planner.costs[SHAPE, "cpu"] = TRUE
@@ -401,7 +397,7 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch(others: Rows) -> None:
     planned, rates = train_on_shares(planner, dealing, 40, others=others)
     changed = [number for number in range(1, 40) if rates[number] != rates[number - 1]]
     assert 1 <= len(changed) <= 8
-    # The step before learned, in its announcement, when its own plan was made.
+    # The step before the change learned in its announcement, after its plan was made.
     assert planned == list(range(changed[0], 40))
     speeds = rates[-1][1].speeds
     assert speeds is not None
@@ -412,10 +408,10 @@ def test_rates_of_dealt_batches_change_at_one_micro_batch(others: Rows) -> None:
     assert total.micro_batches == 40
 
 
-def test_shares_of_other_batches_are_refused_before_they_are_used() -> None:
+def test_ranks_with_different_global_batches_are_refused() -> None:
     def others(row: np.ndarray) -> list[np.ndarray]:
         theirs = row.copy()
-        theirs[-3] += 1  # number of the global batch
+        theirs[-3] += 1  # index of the global batch
         return [row, theirs]
 
     planner = Planner(DistCAConfig(), Meter())
@@ -428,18 +424,16 @@ def test_shares_of_other_batches_are_refused_before_they_are_used() -> None:
 @pytest.mark.parametrize(
     ("late", "windows", "factor"), [(0, 1, 3.0), (9, 1, 3.0), (9, 1, 12.0), (9, 3, 3.0)]
 )
-def test_a_trial_is_one_micro_batch_whenever_it_is_measured(
+def test_trials_of_exchanges_cost_at_most_one_percent(
     late: int, windows: int, factor: float
 ) -> None:
-    """Plans of shares are made ahead, and layers that differ in their windows alone are learned
-    from together.
-    """
+    """Shares are planned ahead, and layers that differ only in windows learn together."""
     kernel, wire, none = np.full(RANKS, 3.0), np.full(RANKS, 1.0), np.zeros(RANKS)
     moved = RateSample(kernel, kernel, factor * wire, wire, kernel * 1.5, none)
     still = replace(moved, estimated_exchange=none)
-    costs = given(replace(TRUE, exchange_seconds=1.0))
-    seen = [made_up_plan(KEY._replace(window=window)) for window in range(windows)]
-    moves = [True] * (late + 1)  # of each micro-batch that was planned
+    costs = make_costs(replace(TRUE, exchange_seconds=1.0))
+    seen = [fake_plan(KEY._replace(window=window)) for window in range(windows)]
+    moves = [True] * (late + 1)  # of each planned micro-batch
     for step in range(640):
         observed = moved if moves[step] else still
         with patch.object(rates_module, "observe_plans", lambda *_, observed=observed: observed):
@@ -449,16 +443,16 @@ def test_a_trial_is_one_micro_batch_whenever_it_is_measured(
     assert 0 < trials * moved.slowdown <= 0.01 * windows * 640
 
 
-def test_a_correction_of_exchanges_is_one_of_both_levels() -> None:
+def test_exchange_scale_applies_inside_and_between_nodes() -> None:
     cost = replace(TRUE, node_bytes_per_second=8 * TRUE.exchange_bytes_per_second)
     corrected = cost.scale(exchange=2.0)
     assert corrected.node_bytes_per_second == cost.node_bytes_per_second / 2
     assert TRUE.scale(exchange=2.0).node_bytes_per_second is None
 
 
-def test_of_many_micro_batches_few_are_looked_at() -> None:
-    """Observing takes milliseconds with hundreds of ranks."""
-    costs = given()
+def test_only_one_in_eight_micro_batches_is_sampled_after_32() -> None:
+    """A sample of hundreds of ranks takes milliseconds."""
+    costs = make_costs()
     wanted = [costs.accept_sample(KIND) for _ in range(320)]
     assert all(wanted[:32])
     assert sum(wanted[32:]) == 288 // 8

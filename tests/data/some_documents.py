@@ -1,4 +1,4 @@
-"""Documents, how they are dealt, and what their shares must hold."""
+"""Documents, the settings of a deal, and checks of shares."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHAPE = AttentionShape(4, 2, 16, 16, 4)
 ROWS = ("input_ids", "labels", "shift_labels", "position_ids")
 
 
-def dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> Dealing:
+def make_dealing(ranks: int, tokens_per_rank: int, **settings: Any) -> Dealing:
     key = PlanKey(SHAPE, "cpu")
     config = DistCAConfig(tile=8, min_gain=0.0, **settings)
     return Dealing(ranks, tokens_per_rank, {key: CostModel.make_of_pairs(SHAPE)}, config)
 
 
-def some_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int]:
+def draw_lengths(count: int = 60, longest: int = 700, seed: int = 0) -> list[int]:
     lengths = np.random.default_rng(seed).lognormal(3.5, 1.2, count).astype(int) + 1
     return np.minimum(lengths, longest).tolist()
 
 
-def some_documents(lengths: list[int], *, labels: bool = False) -> list[dict[str, list[int]]]:
-    """Rows in which a token tells its document and its place."""
+def make_rows(lengths: list[int], *, labels: bool = False) -> list[dict[str, list[int]]]:
+    """Make rows whose tokens encode the document and the position."""
     rows = [
         {"input_ids": [1000 * number + at for at in range(length)]}
         for number, length in enumerate(lengths)
@@ -42,12 +42,10 @@ def some_documents(lengths: list[int], *, labels: bool = False) -> list[dict[str
     return rows
 
 
-def whole(
+def expect(
     pieces: BatchPieces, rows: list[dict[str, list[int]]], pad: int = 0
 ) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """(piece, position) -> (token, own label, label of the next token) of a global batch, as one
-    process would have it.
-    """
+    """Map (piece, position) of a global batch to (token, its label, label of the next token)."""
     found = {}
     columns = zip(
         pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True
@@ -68,9 +66,7 @@ def whole(
 def check_shares(
     shares: list[dict[str, Any]], expected: dict[tuple[int, int], tuple[int, int, int]], tokens: int
 ) -> None:
-    """The shares of all ranks hold each token of a global batch once, with its position and
-    labels.
-    """
+    """Check that shares hold each token of a global batch once, with position and labels."""
     found = {}
     for share in shares:
         packed = share["distca_documents"]

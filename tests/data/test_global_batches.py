@@ -1,6 +1,4 @@
-"""Global batches: to the token, every token at most once, the same on any number of ranks, the same
-number in every epoch.
-"""
+"""Global batches: exact in tokens, each token at most once, equal on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,20 +19,20 @@ from hf_distca.errors import LayoutError
 LENGTHS = st.lists(st.integers(0, 90), min_size=1, max_size=40).filter(any)
 
 
-def columns(pieces: BatchPieces) -> list[tuple[int, int, int]]:
+def list_pieces(pieces: BatchPieces) -> list[tuple[int, int, int]]:
     return list(
         zip(pieces.documents.tolist(), pieces.starts.tolist(), pieces.ends.tolist(), strict=True)
     )
 
 
-def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[tuple[int, int, int]]]:
-    return [columns(batches.get_pieces(epoch, number)) for number in range(len(batches))]
+def list_epoch(batches: GlobalBatches, epoch: int) -> list[list[tuple[int, int, int]]]:
+    return [list_pieces(batches.get_pieces(epoch, number)) for number in range(len(batches))]
 
 
 def check_epoch(
     lengths: list[int], tokens: int, made: list[list[tuple[int, int, int]]]
 ) -> np.ndarray:
-    """How often each token of the documents, one after another, was served."""
+    """Check the batches of an epoch, and count how often each token was served."""
     offsets = np.cumsum([0, *lengths])
     served = np.zeros(offsets[-1], dtype=int)
     for batch in made:
@@ -48,7 +46,7 @@ def check_epoch(
 
 
 @given(LENGTHS, st.integers(1, 200), st.integers(0, 3), st.sampled_from([None, 0, 7]))
-def test_batches_are_filled_to_the_token_with_documents_in_order(
+def test_cut_batches_are_exact_and_keep_documents_in_order(
     lengths: list[int], tokens: int, epoch: int, seed: int | None
 ) -> None:
     if sum(lengths) < tokens:
@@ -58,10 +56,10 @@ def test_batches_are_filled_to_the_token_with_documents_in_order(
             GlobalBatches(lengths, tokens, seed, quiet=True)
         return
     batches = GlobalBatches(lengths, tokens, seed, quiet=True)
-    made = epoch_of(batches, epoch)
+    made = list_epoch(batches, epoch)
     served = check_epoch(lengths, tokens, made)
     assert served.max() == 1
-    assert len(made) == sum(lengths) // tokens  # less than a batch is dropped
+    assert len(made) == sum(lengths) // tokens  # a rest of less than a batch is dropped
     flat = [piece for batch in made for piece in batch]
     for (document, _, end), (following, start, _) in itertools.pairwise(flat):
         assert (following, start) == (document, end) or (end == lengths[document] and start == 0)
@@ -71,75 +69,75 @@ def test_batches_are_filled_to_the_token_with_documents_in_order(
 
 
 @given(LENGTHS, st.integers(1, 200), st.integers(0, 3), st.sampled_from([None, 0, 7]))
-def test_whole_documents_stay_whole_and_none_is_left_out(
+def test_fill_whole_keeps_documents_whole_and_leaves_none_out(
     lengths: list[int], tokens: int, epoch: int, seed: int | None
 ) -> None:
     batches = GlobalBatches(lengths, tokens, seed, fill="whole", quiet=True)
-    made = epoch_of(batches, epoch)
+    made = list_epoch(batches, epoch)
     assert check_epoch(lengths, tokens, made).tolist() == [1] * sum(lengths)
     for document, start, end in (piece for batch in made for piece in batch):
         if document < 0:
             assert start == 0
             assert end <= 128
         else:
-            assert start % tokens == 0  # what is longer than a batch is cut in pieces of a batch
+            assert start % tokens == 0  # longer documents are cut into pieces of a batch
             assert end == min(start + tokens, lengths[document])
-    assert sorted(map(sorted, made)) == sorted(map(sorted, epoch_of(batches, epoch + 1)))
+    assert sorted(map(sorted, made)) == sorted(map(sorted, list_epoch(batches, epoch + 1)))
 
 
 @pytest.mark.parametrize("fill", ["cut", "whole"])
-def test_global_batches_do_not_depend_on_the_ranks(fill: str) -> None:
+def test_global_batches_do_not_depend_on_the_number_of_ranks(fill: str) -> None:
     lengths = np.random.default_rng(0).integers(1, 400, 500)
     made = [GlobalBatches(lengths, ranks * (1200 // ranks), 5, fill) for ranks in (1, 2, 3, 4)]
     for batches in made[1:]:
-        assert epoch_of(batches, 2) == epoch_of(made[0], 2)
+        assert list_epoch(batches, 2) == list_epoch(made[0], 2)
 
 
 @pytest.mark.parametrize("fill", ["cut", "whole"])
-def test_epochs_and_seeds_differ_in_order_and_not_in_number(fill: str) -> None:
+def test_epochs_and_seeds_change_the_order_of_documents(fill: str) -> None:
     lengths = np.random.default_rng(0).integers(1, 400, 500)
     batches = GlobalBatches(lengths, 1000, 0, fill)
-    first = epoch_of(batches, 0)
-    assert epoch_of(batches, 1) != first
-    assert epoch_of(batches, 0) == first  # also when another epoch came in between
-    assert epoch_of(GlobalBatches(lengths, 1000, 1, fill), 0) != first
-    assert epoch_of(pickle.loads(pickle.dumps(batches)), 0) == first
+    first = list_epoch(batches, 0)
+    assert list_epoch(batches, 1) != first
+    assert list_epoch(batches, 0) == first  # also after another epoch
+    assert list_epoch(GlobalBatches(lengths, 1000, 1, fill), 0) != first
+    assert list_epoch(pickle.loads(pickle.dumps(batches)), 0) == first
     as_given = GlobalBatches(lengths, 1000, None, fill)
-    assert epoch_of(as_given, 0) == epoch_of(as_given, 3)
+    assert list_epoch(as_given, 0) == list_epoch(as_given, 3)
 
 
-def test_what_an_epoch_drops_is_not_always_the_same() -> None:
+def test_epochs_drop_different_documents() -> None:
     lengths, dropped = [10] * 19, []
     batches = GlobalBatches(lengths, 100, 0)
     for epoch in range(5):
         dropped.append(
-            tuple(np.flatnonzero(check_epoch(lengths, 100, epoch_of(batches, epoch)) == 0))
+            tuple(np.flatnonzero(check_epoch(lengths, 100, list_epoch(batches, epoch)) == 0))
         )
     assert len(set(dropped)) > 1
 
 
-def test_shuffling_is_the_same_everywhere() -> None:
-    """Written down here, so that a run goes on as it began with another numpy, too."""
+def test_order_of_a_seed_is_the_same_with_every_numpy() -> None:
+    """A run that resumes with another numpy must read the same order."""
     batches = GlobalBatches([5, 6, 7, 8, 9], 12, 3)
-    assert columns(batches.get_pieces(1, 0)) == [(0, 0, 5), (2, 0, 7)]
-    assert columns(batches.get_pieces(1, 1)) == [(1, 0, 6), (3, 0, 6)]
+    assert list_pieces(batches.get_pieces(1, 0)) == [(0, 0, 5), (2, 0, 7)]
+    assert list_pieces(batches.get_pieces(1, 1)) == [(1, 0, 6), (3, 0, 6)]
 
 
-def test_a_longer_document_is_cut_or_refused_and_said_once(
+def test_documents_longer_than_a_batch_are_reported_once_or_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lengths = [10, 250, 30, 120, 90]
     for fill in ("cut", "whole"):
         with caplog.at_level(logging.WARNING, "hf_distca"):
             batches = GlobalBatches(lengths, 100, 0, fill)
-            epoch_of(batches, 0)
+            list_epoch(batches, 0)
         assert [record.getMessage() for record in caplog.records][:1] == [
             "2 of 5 documents are longer than a global batch of 100 tokens (ranks x"
             " tokens_per_rank); document 1 has 250. They are cut: each piece is a separate"
             " document. With tokens_per_rank 2.5 times as large, a global batch would have room"
             " for the longest document."
         ]
-        assert len(caplog.records) == 1 + (fill == "whole"), "and one of padding"
+        assert len(caplog.records) == 1 + (fill == "whole"), "and one about padding"
         caplog.clear()
         with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
             GlobalBatches(lengths, 100, 0, fill, longer="refuse")
@@ -155,8 +153,8 @@ def test_whole_documents_are_packed_tightly() -> None:
     assert padding == len(batches) * 32768 - lengths.sum() < 0.01 * lengths.sum()
 
 
-def test_documents_that_fill_no_batch_well_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """The last batch of an epoch may be short: that is no reason for another rule."""
+def test_much_padding_of_whole_documents_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Padding in the last batch of an epoch causes no warning."""
     with caplog.at_level(logging.WARNING, "hf_distca"):
         GlobalBatches([50] * 21, 100, 0, "whole")
         GlobalBatches([60] * 20, 100, 0, "cut")
@@ -171,8 +169,9 @@ def test_documents_that_fill_no_batch_well_are_told_of(caplog: pytest.LogCapture
     tokens=st.integers(1, 40),
     fill=st.sampled_from(["cut", "whole"]),
 )
-def test_tokens_behind_a_cut_are_counted(lengths: list[int], tokens: int, fill: FillRule) -> None:
-    """Those of all pieces of an epoch that begin inside a document."""
+def test_tokens_of_pieces_that_begin_inside_documents_are_counted(
+    lengths: list[int], tokens: int, fill: FillRule
+) -> None:
     if sum(lengths) < max(tokens, 1):
         return
     batches = GlobalBatches(lengths, tokens, fill=fill, quiet=True)
@@ -183,7 +182,7 @@ def test_tokens_behind_a_cut_are_counted(lengths: list[int], tokens: int, fill: 
 
 def test_empty_documents_are_left_out() -> None:
     batches = GlobalBatches([0, 3, 0, 1, 0], 2, None)
-    assert epoch_of(batches, 0) == [[(1, 0, 2)], [(1, 2, 3), (3, 0, 1)]]
+    assert list_epoch(batches, 0) == [[(1, 0, 2)], [(1, 2, 3), (3, 0, 1)]]
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -208,7 +207,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
-def test_million_documents_take_seconds_a_batch_hardly_any(fill: str, seconds: float) -> None:
+def test_million_documents_are_batched_in_seconds(fill: str, seconds: float) -> None:
     lengths = np.minimum(
         np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17
     )

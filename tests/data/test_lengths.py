@@ -1,6 +1,4 @@
-"""Lengths of documents: from Arrow's offsets, a column, or the documents, in the order of the data
-set's rows.
-"""
+"""Document lengths from Arrow offsets, a column or documents, in the order of the rows."""
 
 from __future__ import annotations
 
@@ -19,14 +17,14 @@ ROWS = [[5, 6, 7], [], [8], [9, 4, 4, 4], [1, 2]]
 LENGTHS = [3, 0, 1, 4, 2]
 
 
-def dataset(**columns: Any) -> datasets.Dataset:
+def make_data(**columns: Any) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": ROWS, **columns})
 
 
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())]
 )
-def test_arrow_knows_them_without_reading(
+def test_lengths_of_arrow_columns_are_read_without_rows(
     kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunked = pa.chunked_array([pa.array(ROWS[:2], kind), pa.array(ROWS[2:], kind)])
@@ -35,8 +33,8 @@ def test_arrow_knows_them_without_reading(
     assert read_document_lengths(documents).tolist() == LENGTHS
 
 
-def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
-    documents = dataset()
+def test_lengths_follow_the_order_of_selected_or_shuffled_rows() -> None:
+    documents = make_data()
     for changed in (
         documents.select([4, 0, 3]),
         documents.select(range(1, 4)),
@@ -52,7 +50,7 @@ def test_selected_shuffled_filtered_rows_count_in_their_order() -> None:
         ]
 
 
-def test_fixed_lists_and_missing_ones() -> None:
+def test_lengths_of_fixed_size_lists_and_missing_rows_are_read() -> None:
     fixed = pa.FixedSizeListArray.from_arrays(pa.array(range(12)), 4)
     assert read_document_lengths(datasets.Dataset(pa.table({"input_ids": fixed}))).tolist() == [
         4,
@@ -64,8 +62,8 @@ def test_fixed_lists_and_missing_ones() -> None:
     ).tolist() == [1, 0, 2]
 
 
-def test_lengths_that_are_known_are_taken() -> None:
-    documents = dataset(n=LENGTHS)
+def test_given_lengths_are_used() -> None:
+    documents = make_data(n=LENGTHS)
     assert read_document_lengths(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
     assert read_document_lengths(documents, "text", lengths=np.array(LENGTHS)).tolist() == LENGTHS
     assert read_document_lengths([{"n": 4}, {"n": 2}], lengths="n").tolist() == [4, 2]
@@ -82,18 +80,18 @@ def test_lengths_that_are_known_are_taken() -> None:
         lambda row: {"tokens": np.array(row)},
     ],
 )
-def test_any_sequence_of_documents_is_read_one_by_one(made: Any) -> None:
+def test_lengths_of_any_sequence_of_documents_are_read(made: Any) -> None:
     assert read_document_lengths([made(row) for row in ROWS], "tokens").tolist() == LENGTHS
 
 
-def test_data_set_with_a_transform_is_counted_as_stored() -> None:
-    assert read_document_lengths(dataset().with_transform(lambda rows: rows)).tolist() == LENGTHS
+def test_lengths_ignore_the_transform_of_a_data_set() -> None:
+    assert read_document_lengths(make_data().with_transform(lambda rows: rows)).tolist() == LENGTHS
 
 
 @pytest.mark.parametrize(
     ("documents", "arguments", "message"),
     [
-        (dataset(), {"column": "ids"}, "no column 'ids'. Their columns: 'input_ids'"),
+        (make_data(), {"column": "ids"}, "no column 'ids'. Their columns: 'input_ids'"),
         (
             datasets.Dataset.from_dict({"input_ids": [[[1, 2]], [[3]]]}),
             {},
@@ -101,9 +99,9 @@ def test_data_set_with_a_transform_is_counted_as_stored() -> None:
         ),
         (datasets.Dataset.from_dict({"input_ids": ["a b", "c"]}), {}, "holds string"),
         (datasets.Dataset.from_dict({"input_ids": [[0.5]]}), {}, "holds list<.*double"),
-        (dataset(n=["a"] * 5), {"lengths": "n"}, "holds string"),
-        (dataset(n=[1, None, 1, 1, 1]), {"lengths": "n"}, "1 missing values"),
-        (dataset(), {"lengths": [1, 2]}, "2 lengths for 5 documents"),
+        (make_data(n=["a"] * 5), {"lengths": "n"}, "holds string"),
+        (make_data(n=[1, None, 1, 1, 1]), {"lengths": "n"}, "1 missing values"),
+        (make_data(), {"lengths": [1, 2]}, "2 lengths for 5 documents"),
         ([[1], [[2, 3]]], {}, "document 1 has type list"),
         ([[1], "a b"], {}, "document 1 has type str"),
         ([[1], 7], {}, "document 1 has type int"),
@@ -111,7 +109,7 @@ def test_data_set_with_a_transform_is_counted_as_stored() -> None:
         ([{"ids": [1]}], {}, "document 0 has no column 'input_ids'. Its columns: 'ids'"),
     ],
 )
-def test_what_are_no_documents_is_named(
+def test_invalid_documents_and_lengths_are_refused(
     documents: Any, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):

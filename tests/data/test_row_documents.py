@@ -1,4 +1,4 @@
-"""Documents of packed rows, found in every form in which packers leave them."""
+"""Documents of packed rows are found in every form that packers write."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ END = 2
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-def in_form(lengths: list[list[int]], form: str) -> list[dict[str, Any]]:
-    """Rows of documents of these lengths; each ends with `END`, but for one that a row cuts."""
+def make_rows(lengths: list[list[int]], form: str) -> list[dict[str, Any]]:
+    """Make rows of documents; each document ends with `END`, unless the row cuts it."""
     if form == "documents":
         return [{"documents": [[5] * length for length in row]} for row in lengths]
     tokens = [{"input_ids": [5] * sum(row)} for row in lengths]
@@ -39,11 +39,9 @@ def in_form(lengths: list[list[int]], form: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("form", ["documents", "seq_lengths", "position_ids", "end of document"])
 @settings(max_examples=15)
 @given(lengths=ROWS, seed=st.integers(0, 9))
-def test_all_forms_tell_of_the_same_documents(
-    form: str, lengths: list[list[int]], seed: int
-) -> None:
+def test_all_forms_give_the_same_documents(form: str, lengths: list[list[int]], seed: int) -> None:
     end = END if form == "end of document" else None
-    rows = in_form(lengths, form)
+    rows = make_rows(lengths, form)
     stored = Dataset.from_list([rows[0], *rows]).select(range(1, len(rows) + 1))
     for given_ in (
         rows,
@@ -56,7 +54,7 @@ def test_all_forms_tell_of_the_same_documents(
         assert [found[row == number].tolist() for number in range(len(rows))] == lengths
 
 
-def test_rows_without_any_of_it_are_one_document() -> None:
+def test_rows_without_document_columns_are_one_document() -> None:
     found, row = find_row_documents([{"input_ids": [1, 2, 3]}, {"input_ids": []}], quiet=True)
     assert (found.tolist(), row.tolist()) == ([3, 0], [0, 1])
     found, row = find_row_documents(
@@ -65,7 +63,7 @@ def test_rows_without_any_of_it_are_one_document() -> None:
     assert (found.tolist(), row.tolist()) == ([4, 1], [0, 0])
 
 
-def test_other_rows_are_refused() -> None:
+def test_invalid_rows_are_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"columns text\..* is read from documents or seq_lengths"
     ):

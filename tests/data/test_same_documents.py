@@ -1,4 +1,4 @@
-"""Ranks tell whether they read the same documents, by what those are and not by their lengths."""
+"""Ranks detect that they read different documents, even if all lengths are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from some_documents import dealing, some_lengths
+from some_documents import draw_lengths, make_dealing
 
 from hf_distca.data.global_batches import GlobalBatches
 from hf_distca.data.reading import read_document_lengths
@@ -21,10 +21,10 @@ from hf_distca.errors import ConfigError
 RANKS, TOKENS = 2, 120
 
 
-def rows(
+def make_rows(
     lengths: list[int], differing: Callable[[int], slice] = lambda length: slice(None)
 ) -> list[dict[str, list[int]]]:
-    """Documents that differ in some tokens only: those of a template are the same in all."""
+    """Make documents that differ only in some tokens, like documents of a template."""
     made = []
     for number, length in enumerate(lengths):
         tokens = np.full(length, 7)
@@ -33,21 +33,21 @@ def rows(
     return made
 
 
-def digests(documents: Any, count: int = 3, **how: Any) -> list[int]:
-    """What ranks compare of the first global batches."""
+def digest(documents: Any, count: int = 3, **how: Any) -> list[int]:
+    """Read the digests of the first global batches."""
     if hasattr(documents, "__len__"):
         batches = GlobalBatches(read_document_lengths(documents), RANKS * TOKENS, quiet=True, **how)
-        shares = Shares(documents, batches, dealing(RANKS, TOKENS))
+        shares = Shares(documents, batches, make_dealing(RANKS, TOKENS))
         return [
             shares[number * RANKS]["distca_documents"].dealt_share.digest
             for number in range(min(count, len(batches)))
         ]
-    first = islice(StreamedShares(documents, dealing(RANKS, TOKENS)), 0, count * RANKS, RANKS)
+    first = islice(StreamedShares(documents, make_dealing(RANKS, TOKENS)), 0, count * RANKS, RANKS)
     return [share["distca_documents"].dealt_share.digest for share in first]
 
 
 class Stream:
-    """Documents without a length."""
+    """A stream of documents without a length."""
 
     def __init__(self, documents: Any) -> None:
         self.documents = documents
@@ -76,26 +76,24 @@ DIVIDED: dict[str, Callable[[datasets.Dataset, int], Any]] = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("way", DIVIDED)
-def test_divided_rows_of_one_length_differ(way: str, template: str) -> None:
-    data = datasets.Dataset.from_list(rows([48] * 100, TEMPLATES[template]))
+def test_digests_of_divided_rows_of_equal_length_differ(way: str, template: str) -> None:
+    data = datasets.Dataset.from_list(make_rows([48] * 100, TEMPLATES[template]))
     hows: list[dict[str, Any]] = (
         [{}] if "stream" in way else [{}, {"fill": "whole"}, {"seed": None}]
     )
     for how in hows:
-        one, other = (digests(DIVIDED[way](data, rank), **how) for rank in range(RANKS))
+        one, other = (digest(DIVIDED[way](data, rank), **how) for rank in range(RANKS))
         assert len(one) == len(other)
         assert all(a != b for a, b in zip(one, other, strict=True)), (how, one, other)
 
 
-def test_a_few_rows_among_many_are_found() -> None:
-    """Of 10,000 rows, 500 are others: ranks look at the same 64, whatever the order of the
-    epoch.
-    """
+def test_digests_differ_if_one_row_in_twenty_differs() -> None:
+    """Digests cover the same 64 rows on all ranks, whatever the order of the epoch."""
     lengths = [20] * 10_000
-    same, other = rows(lengths), rows(lengths)
+    same, other = make_rows(lengths), make_rows(lengths)
     for row in other[::20]:
         row["input_ids"] = [5] * 20
-    assert digests(same, 1) != digests(other, 1)
+    assert digest(same, 1) != digest(other, 1)
 
 
 SMALL = datasets.List(datasets.Value("int16"))
@@ -121,22 +119,22 @@ FORMS: dict[str, Callable[[list[dict[str, list[int]]]], Any]] = {
 }
 
 
-def test_the_same_documents_of_any_form_are_the_same() -> None:
-    lengths = [0, *some_lengths(90, longest=200), 1]
+def test_digests_do_not_depend_on_the_form_of_documents() -> None:
+    lengths = [0, *draw_lengths(90, longest=200), 1]
     for how in ({}, {"fill": "whole"}):
-        assert len({tuple(digests(form(rows(lengths)), **how)) for form in FORMS.values()}) == 1
-    streams = {tuple(digests(Stream(form(rows(lengths))))) for form in FORMS.values()}
+        assert len({tuple(digest(form(make_rows(lengths)), **how)) for form in FORMS.values()}) == 1
+    streams = {tuple(digest(Stream(form(make_rows(lengths))))) for form in FORMS.values()}
     assert len(streams) == 1
 
 
 @pytest.mark.parametrize(
     "then", [lambda data: data, lambda data: data.map(lambda row: row).shuffle(seed=0)]
 )
-def test_a_stream_that_is_divided_by_rank_is_refused(then: Callable[[Any], Any]) -> None:
-    data = datasets.Dataset.from_list(rows([48] * 20)).to_iterable_dataset(4)
+def test_stream_that_is_divided_by_rank_is_refused(then: Callable[[Any], Any]) -> None:
+    data = datasets.Dataset.from_list(make_rows([48] * 20)).to_iterable_dataset(4)
     with pytest.raises(
         ConfigError,
         match=r"one of 2 parts of a stream .*split_dataset_by_node.* Give the undivided stream",
     ):
-        StreamedShares(then(split_dataset_by_node(data, 1, 2)), dealing(RANKS, TOKENS))
-    StreamedShares(then(split_dataset_by_node(data, 0, 1)), dealing(RANKS, TOKENS))
+        StreamedShares(then(split_dataset_by_node(data, 1, 2)), make_dealing(RANKS, TOKENS))
+    StreamedShares(then(split_dataset_by_node(data, 0, 1)), make_dealing(RANKS, TOKENS))

@@ -1,4 +1,4 @@
-"""Shares: those of all ranks together are the global batch, and a share costs what it holds."""
+"""Shares of all ranks together are the global batch, and a share reads only its documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from some_documents import check_shares, dealing, some_documents, some_lengths, whole
+from some_documents import check_shares, draw_lengths, expect, make_dealing, make_rows
 
 from hf_distca import PackingCollator
 from hf_distca.data.columns import InputNames
@@ -40,7 +40,7 @@ FORMS: dict[str, Any] = {
 }
 
 
-def make(
+def deal(
     documents: Any,
     ranks: int,
     tokens: int,
@@ -53,8 +53,8 @@ def make(
     batches = GlobalBatches(
         read_document_lengths(documents, column), ranks * tokens, quiet=True, **how
     )
-    deal = dealing(ranks, tokens, ping_pong=ping_pong)
-    return Shares(documents, batches, deal, column=column, pad_token_id=77, inputs=inputs)
+    dealing = make_dealing(ranks, tokens, ping_pong=ping_pong)
+    return Shares(documents, batches, dealing, column=column, pad_token_id=77, inputs=inputs)
 
 
 def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0) -> None:
@@ -63,22 +63,22 @@ def check_epoch(shares: Shares, rows: list[dict[str, list[int]]], epoch: int = 0
         items = [shares[number * ranks + rank] for rank in range(ranks)]
         check_shares(
             items,
-            whole(shares.batches.get_pieces(epoch, number), rows, 77),
+            expect(shares.batches.get_pieces(epoch, number), rows, 77),
             shares.deal_settings.tokens_per_rank,
         )
 
 
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_all_shares_together_are_the_documents(form: str, labels: bool) -> None:
-    rows = some_documents(some_lengths(), labels=labels)
-    check_epoch(make(FORMS[form](rows), 3, 200), rows)
+def test_all_shares_together_hold_the_global_batch(form: str, labels: bool) -> None:
+    rows = make_rows(draw_lengths(), labels=labels)
+    check_epoch(deal(FORMS[form](rows), 3, 200), rows)
 
 
-def test_tokens_are_of_the_named_column_beside_input_ids() -> None:
+def test_tokens_come_from_the_named_column_instead_of_input_ids() -> None:
     rows = [{"input_ids": [1] * 8, "tokens": list(range(8))}] * 4
     for documents in (rows, datasets.Dataset.from_list(rows)):
-        share = make(documents, 1, 16, seed=None, column="tokens")[0]
+        share = deal(documents, 1, 16, seed=None, column="tokens")[0]
         assert share["input_ids"].tolist() == list(range(8)) * 2
 
 
@@ -88,31 +88,31 @@ def test_tokens_are_of_the_named_column_beside_input_ids() -> None:
 def test_any_number_of_ranks_holds_the_same_global_batches(
     ranks: int, how: dict[str, Any], ping_pong: bool
 ) -> None:
-    rows = some_documents(some_lengths(40), labels=True)
-    shares = make(datasets.Dataset.from_list(rows), ranks, 600 // ranks, ping_pong=ping_pong, **how)
-    assert len(shares) == ranks * len(make(rows, 1, 600, **how))
+    rows = make_rows(draw_lengths(40), labels=True)
+    shares = deal(datasets.Dataset.from_list(rows), ranks, 600 // ranks, ping_pong=ping_pong, **how)
+    assert len(shares) == ranks * len(deal(rows, 1, 600, **how))
     for epoch in (0, 2):
         shares.set_epoch(epoch)
         check_epoch(shares, rows, epoch)
 
 
-def test_targets_of_all_ranks_are_those_of_the_documents() -> None:
-    """As many targets as one process counts that shifts the labels of whole documents."""
-    rows = some_documents(some_lengths(), labels=True)
+def test_targets_of_all_ranks_equal_the_targets_of_documents() -> None:
+    """One process that shifts labels of whole documents counts the same number."""
+    rows = make_rows(draw_lengths(), labels=True)
     for ranks in (1, 2, 4):
-        shares = make(rows, ranks, 400 // ranks)
+        shares = deal(rows, ranks, 400 // ranks)
         counted = sum(
             int((shares[item]["shift_labels"] != -100).sum()) for item in range(len(shares))
         )
         assert counted == sum(
             label != -100
             for number in range(len(shares.batches))
-            for _, _, label in whole(shares.batches.get_pieces(0, number), rows).values()
+            for _, _, label in expect(shares.batches.get_pieces(0, number), rows).values()
         )
 
 
-def test_labels_at_a_cut_are_known_to_the_rank_before_it() -> None:
-    (one, two) = (make([list(range(100, 116))], 2, 8, seed=None)[rank] for rank in (0, 1))
+def test_last_token_before_a_cut_is_trained_on_the_next_token() -> None:
+    (one, two) = (deal([list(range(100, 116))], 2, 8, seed=None)[rank] for rank in (0, 1))
     rows = {
         int(token): (share, at)
         for share in (one, two)
@@ -126,8 +126,8 @@ def test_labels_at_a_cut_are_known_to_the_rank_before_it() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_that_a_mask_leaves_out_are_no_targets(form: str) -> None:
-    rows = some_documents(some_lengths())
+def test_masked_tokens_are_no_targets(form: str) -> None:
+    rows = make_rows(draw_lengths())
     masks = [[int(place % 5 > 1) for place in range(len(row["input_ids"]))] for row in rows]
     masked = [
         {**row, "completion_mask": mask, "assistant_masks": mask[::-1]}
@@ -143,9 +143,9 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(form: str) -> None:
         }
         for row, mask in zip(rows, masks, strict=True)
     ]
-    check_epoch(make(FORMS[form](masked), 3, 200), expected)
+    check_epoch(deal(FORMS[form](masked), 3, 200), expected)
     labelled = [{**row, "labels": row["input_ids"]} for row in masked]
-    check_epoch(make(FORMS[form](labelled), 3, 200), rows)
+    check_epoch(deal(FORMS[form](labelled), 3, 200), rows)
 
 
 PACKED: dict[str, tuple[dict[str, list[int]], str]] = {
@@ -176,21 +176,21 @@ PACKED: dict[str, tuple[dict[str, list[int]], str]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PACKED)
-def test_a_column_that_changes_what_is_trained_is_refused(form: str, name: str) -> None:
+def test_columns_that_would_change_training_are_refused(form: str, name: str) -> None:
     columns, named = PACKED[name]
     documents = FORMS[form]([{"input_ids": list(range(20)), **columns}])
     with pytest.raises(LayoutError, match=named):
-        make(documents, 1, 20)[0]
+        deal(documents, 1, 20)[0]
     harmless = {
         "input_ids": list(range(20)),
         "position_ids": list(range(20)),
         "attention_mask": [1] * 20,
     }
-    check_epoch(make(FORMS[form]([harmless]), 2, 10), [harmless])
+    check_epoch(deal(FORMS[form]([harmless]), 2, 10), [harmless])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_the_model_does_not_take_is_left_out(
+def test_columns_that_are_no_model_inputs_are_ignored(
     form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     inputs = ("input_ids", "pixel_values")
@@ -202,15 +202,15 @@ def test_what_the_model_does_not_take_is_left_out(
     }
     row = {"input_ids": list(range(20))}
     made = FORMS[form] if form not in ("arrays", "tensors") else list
-    check_epoch(make(made([{**row, **others}]), 2, 10, inputs=inputs), [row])
+    check_epoch(deal(made([{**row, **others}]), 2, 10, inputs=inputs), [row])
     with pytest.raises(
         LayoutError, match="'pixel_values', an input of the model that would be lost"
     ):
-        make(made([{**row, "pixel_values": [[1.0]]}]), 2, 10, inputs=inputs)[0]
+        deal(made([{**row, "pixel_values": [[1.0]]}]), 2, 10, inputs=inputs)[0]
 
 
-def test_inputs_that_only_later_rows_have_are_refused() -> None:
-    """As where texts and images are mixed."""
+def test_model_inputs_in_later_rows_only_are_refused() -> None:
+    """A data set may mix texts and images."""
     rows = [
         {"input_ids": [1] * 20, "pixel_values": None},
         {"input_ids": [2] * 20, "pixel_values": [[1.0]]},
@@ -218,30 +218,30 @@ def test_inputs_that_only_later_rows_have_are_refused() -> None:
     for documents in (rows, datasets.Dataset.from_list(rows)):
         for inputs in (None, ("input_ids", "pixel_values")):
             with pytest.raises(LayoutError, match="'pixel_values'"):
-                make(documents, 2, 10, inputs=inputs)
+                deal(documents, 2, 10, inputs=inputs)
     texts = datasets.Dataset.from_list([{"input_ids": [1] * 20, "pixel_values": None}] * 2)
-    check_epoch(make(texts, 2, 10), [{"input_ids": [1] * 20}] * 2)
+    check_epoch(deal(texts, 2, 10), [{"input_ids": [1] * 20}] * 2)
 
 
-def test_the_tokens_may_have_a_column_of_another_name() -> None:
-    rows = [{"text": "x", "tokens": row["input_ids"]} for row in some_documents(some_lengths(20))]
+def test_tokens_may_be_in_a_column_of_any_name() -> None:
+    rows = [{"text": "x", "tokens": row["input_ids"]} for row in make_rows(draw_lengths(20))]
     for documents in (rows, datasets.Dataset.from_list(rows)):
         check_epoch(
-            make(documents, 2, 100, column="tokens"), [{"input_ids": row["tokens"]} for row in rows]
+            deal(documents, 2, 100, column="tokens"), [{"input_ids": row["tokens"]} for row in rows]
         )
 
 
-def in_chunks(values: list[Any], kind: pa.DataType) -> pa.ChunkedArray:
+def chunk(values: list[Any], kind: pa.DataType) -> pa.ChunkedArray:
     return pa.chunked_array([pa.array(values[:7], kind), pa.array(values[7:], kind)])
 
 
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.int32()), pa.large_list(pa.uint16()), pa.list_(pa.int64(), 40)]
 )
-def test_lists_of_any_kind_are_read_from_any_chunk(kind: pa.DataType) -> None:
-    rows = some_documents([40] * 20, labels=True)
-    tokens = in_chunks([[token % 2**15 for token in row["input_ids"]] for row in rows], kind)
-    labels = in_chunks(
+def test_arrow_lists_of_any_type_are_read_from_any_chunk(kind: pa.DataType) -> None:
+    rows = make_rows([40] * 20, labels=True)
+    tokens = chunk([[token % 2**15 for token in row["input_ids"]] for row in rows], kind)
+    labels = chunk(
         [row["labels"] if number % 3 else None for number, row in enumerate(rows)],
         pa.list_(pa.int64()),
     )
@@ -249,21 +249,21 @@ def test_lists_of_any_kind_are_read_from_any_chunk(kind: pa.DataType) -> None:
         [*range(3, 20), 0, 1, 2]
     )
     expected = [{name: row for name, row in one.items() if row is not None} for one in documents]
-    check_epoch(make(documents, 2, 100), expected)
+    check_epoch(deal(documents, 2, 100), expected)
     nothing = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 2, "labels": [None] * 2})
-    check_epoch(make(nothing, 2, 3), [{"input_ids": [1, 2, 3]}] * 2)
+    check_epoch(deal(nothing, 2, 3), [{"input_ids": [1, 2, 3]}] * 2)
 
 
-def test_documents_on_a_disk_are_read_there(tmp_path: Path) -> None:
-    rows = some_documents(some_lengths())
+def test_pickled_shares_of_a_saved_data_set_hold_no_tokens(tmp_path: Path) -> None:
+    rows = make_rows(draw_lengths())
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
-    shares = make(datasets.load_from_disk(str(tmp_path)).shuffle(seed=0), 2, 100)
+    shares = deal(datasets.load_from_disk(str(tmp_path)).shuffle(seed=0), 2, 100)
     assert len(pickle.dumps(shares)) < 20_000  # a worker gets no tokens
     in_order = [row["input_ids"] for row in datasets.load_from_disk(str(tmp_path)).shuffle(seed=0)]
     check_epoch(shares, [{"input_ids": row} for row in in_order])
 
 
-def test_only_documents_of_the_share_are_read() -> None:
+def test_share_reads_only_its_own_documents() -> None:
     read = set()
 
     class Watched(list[Any]):
@@ -271,11 +271,11 @@ def test_only_documents_of_the_share_are_read() -> None:
             read.add(number)
             return super().__getitem__(number)
 
-    rows = some_documents([50] * 40)
+    rows = make_rows([50] * 40)
     documents = Watched(rows)
     batches = GlobalBatches([50] * 40, 400, quiet=True)
-    shares = Shares(documents, batches, dealing(4, 100))
-    read.clear()  # those that ranks compare
+    shares = Shares(documents, batches, make_dealing(4, 100))
+    read.clear()  # forget the documents that ranks compare
     share = shares[5]
     here = {
         int(batches.get_pieces(0, 1).documents[document])
@@ -285,9 +285,9 @@ def test_only_documents_of_the_share_are_read() -> None:
     assert len(here) < 8
 
 
-def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = datasets.Dataset.from_list(some_documents([4000, 96]))
-    shares = make(documents, 8, 512, seed=None)
+def test_share_converts_only_its_slice_of_arrow_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = datasets.Dataset.from_list(make_rows([4000, 96]))
+    shares = deal(documents, 8, 512, seed=None)
     seen = []
     import hf_distca.data.reading as pieces
 
@@ -298,12 +298,12 @@ def test_of_arrow_only_the_slice_is_turned_into_tokens(monkeypatch: pytest.Monke
         lambda values, *rest: seen.append(len(values)) or convert(values, *rest),
     )
     shares[3]
-    assert sum(seen) <= 2 * 512 + 8  # as tokens and as labels, and the next ones
+    assert sum(seen) <= 2 * 512 + 8  # tokens, labels, and the labels that follow
 
 
-def test_copies_share_the_epoch_and_pickles_keep_it() -> None:
-    rows = some_documents(some_lengths())
-    shares = make(rows, 2, 100)
+def test_copies_share_the_epoch_and_pickles_keep_their_own() -> None:
+    rows = make_rows(draw_lengths())
+    shares = deal(rows, 2, 100)
     held = copy.deepcopy({"transform": shares})["transform"]
     shares.set_epoch(3)
     assert held.epoch == 3
@@ -314,10 +314,10 @@ def test_copies_share_the_epoch_and_pickles_keep_it() -> None:
     assert shares.epoch == 3
 
 
-def test_items_are_found_by_index_alone() -> None:
-    """A run that resumes asks for the later items only, in a process that has seen none before."""
-    rows = some_documents(some_lengths())
-    first, later = make(rows, 3, 100), make(rows, 3, 100)
+def test_shares_depend_only_on_index_and_epoch() -> None:
+    """A resumed run reads only the later shares, in a new process."""
+    rows = make_rows(draw_lengths())
+    first, later = deal(rows, 3, 100), deal(rows, 3, 100)
     first.set_epoch(1)
     trained = [first[item] for item in range(len(first))]
     later.set_epoch(1)
@@ -330,8 +330,8 @@ def test_items_are_found_by_index_alone() -> None:
         assert share["distca_documents"] == trained[item]["distca_documents"]
 
 
-def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
-    shares = make(some_documents(some_lengths()), 2, 100)
+def test_collator_adds_a_batch_axis_to_one_share() -> None:
+    shares = deal(make_rows(draw_lengths()), 2, 100)
     share = shares[1]
     batch = PackingCollator()([share])
     assert batch.keys() == share.keys()
@@ -347,24 +347,24 @@ def test_a_batch_is_one_share_with_an_axis_in_front() -> None:
         PackingCollator()([{"input_ids": [1]}, share])
 
 
-def test_what_would_be_wrong_is_refused() -> None:
-    rows = some_documents([20, 30])
+def test_invalid_shares_are_refused() -> None:
+    rows = make_rows([20, 30])
     batches = GlobalBatches([20, 30], 40, None, quiet=True)
     with pytest.raises(LayoutError, match="Both numbers must be equal"):
-        Shares(rows, batches, dealing(2, 10))[0]
+        Shares(rows, batches, make_dealing(2, 10))[0]
     padded = [
         {**row, "attention_mask": [1] * 15 + [0] * (len(row["input_ids"]) - 15)} for row in rows
     ]
     for documents in (padded, datasets.Dataset.from_list(padded)):
         with pytest.raises(LayoutError, match="attention_mask of a document is 0 at token 15"):
-            Shares(documents, batches, dealing(1, 40))[0]
+            Shares(documents, batches, make_dealing(1, 40))[0]
     with pytest.raises(LayoutError, match="but by its length or other columns"):
-        Shares([row["input_ids"][:15] for row in rows], batches, dealing(1, 40))[0]
+        Shares([row["input_ids"][:15] for row in rows], batches, make_dealing(1, 40))[0]
     with pytest.raises(LayoutError, match="labels of a document end before token 20"):
-        Shares([{**row, "labels": [1]} for row in rows], batches, dealing(1, 40))[0]
+        Shares([{**row, "labels": [1]} for row in rows], batches, make_dealing(1, 40))[0]
     with pytest.raises(
         LayoutError, match=r"document 0 has no column 'input_ids'\. Its columns: 'ids'"
     ):
-        Shares([{"ids": [1] * 20}] * 2, batches, dealing(1, 40))[0]
+        Shares([{"ids": [1] * 20}] * 2, batches, make_dealing(1, 40))[0]
     with pytest.raises(IndexError):
-        Shares(rows, batches, dealing(1, 40))[1]
+        Shares(rows, batches, make_dealing(1, 40))[1]

@@ -1,4 +1,4 @@
-"""Documents that come one after another: each rank gets its own shares, and each token once."""
+"""Shares of a stream of documents: each rank gets its own shares, and each token once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import IterableDatasetShard
-from some_documents import ROWS, check_shares, dealing, some_documents, some_lengths, whole
+from some_documents import ROWS, check_shares, draw_lengths, expect, make_dealing, make_rows
 from torch.utils.data import DataLoader, get_worker_info
 
 from hf_distca import ConfigError, PackingCollator
@@ -21,14 +21,14 @@ from hf_distca.data.shares import StreamedShares
 from hf_distca.errors import LayoutError
 
 RANKS, TOKENS = 3, 100
-LENGTHS = [0, *some_lengths(30, longest=500)]
+LENGTHS = [0, *draw_lengths(30, longest=500)]
 
 
 class Stream:
-    """Documents without a length, those of a later epoch backwards."""
+    """A stream of documents without a length, in reverse order in later epochs."""
 
     def __init__(self, labels: bool = False) -> None:
-        self.rows = some_documents(LENGTHS, labels=labels)
+        self.rows = make_rows(LENGTHS, labels=labels)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -41,13 +41,13 @@ class Stream:
 def check_epoch(
     of_ranks: list[list[Any]], rows: list[dict[str, list[int]]], epoch: int = 0, first: int = 0
 ) -> None:
-    """What each rank got, against global batches of a data set that is read in order."""
+    """Compare the shares of each rank with global batches of documents in order."""
     batches = GlobalBatches(
         [len(row["input_ids"]) for row in rows], RANKS * TOKENS, None, quiet=True
     )
     assert [len(shares) for shares in of_ranks] == [len(batches) - first] * RANKS
     for number, shares in enumerate(zip(*of_ranks, strict=True), first):
-        check_shares(list(shares), whole(batches.get_pieces(0, number), rows), TOKENS)
+        check_shares(list(shares), expect(batches.get_pieces(0, number), rows), TOKENS)
         assert [share["distca_documents"].dealt_share.batch_id for share in shares] == [
             (epoch, number)
         ] * RANKS
@@ -56,46 +56,46 @@ def check_epoch(
         )
 
 
-def share_of(stream: StreamedShares, rank: int) -> IterableDatasetShard:
-    """What accelerate makes of a stream for one process."""
+def shard(stream: StreamedShares, rank: int) -> IterableDatasetShard:
+    """Wrap a stream for one process like accelerate."""
     return IterableDatasetShard(stream, 1, False, RANKS, rank)
 
 
-def unbatched(batch: dict[str, Any]) -> dict[str, Any]:
+def unbatch(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: row[0] if name in ROWS else row for name, row in batch.items()}
 
 
 @pytest.mark.parametrize("labels", [False, True])
-def test_accelerate_leaves_each_process_its_own(labels: bool) -> None:
-    stream = StreamedShares(Stream(labels), dealing(RANKS, TOKENS))
-    check_epoch([list(share_of(stream, rank)) for rank in range(RANKS)], Stream(labels).rows)
+def test_accelerate_gives_each_process_its_own_shares(labels: bool) -> None:
+    stream = StreamedShares(Stream(labels), make_dealing(RANKS, TOKENS))
+    check_epoch([list(shard(stream, rank)) for rank in range(RANKS)], Stream(labels).rows)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_with_workers_batches_come_in_order(workers: int) -> None:
+def test_loader_workers_keep_the_order_of_batches(workers: int) -> None:
     found: dict[int, list[list[Any]]] = {0: [], 1: []}
     for rank in range(RANKS):
-        mine = share_of(StreamedShares(Stream(), dealing(RANKS, TOKENS)), rank)
+        mine = shard(StreamedShares(Stream(), make_dealing(RANKS, TOKENS)), rank)
         how = {"num_workers": workers, "persistent_workers": workers > 0}
         if workers:
             how["multiprocessing_context"] = "fork"
         loader = DataLoader(mine, collate_fn=PackingCollator(), **how)
-        found[0].append([unbatched(batch) for batch in loader])
+        found[0].append([unbatch(batch) for batch in loader])
         mine.set_epoch(1)
-        found[1].append([unbatched(batch) for batch in loader])
+        found[1].append([unbatch(batch) for batch in loader])
     check_epoch(found[0], Stream().rows)
     check_epoch(found[1], Stream().rows[::-1], epoch=1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_datasets_streams_divide_themselves_among_workers(workers: int) -> None:
-    rows = some_documents(LENGTHS)
+def test_datasets_streams_are_divided_among_workers(workers: int) -> None:
+    rows = make_rows(LENGTHS)
     documents = (
         datasets.Dataset.from_list(rows)
         .to_iterable_dataset(num_shards=4)
         .shuffle(seed=0, buffer_size=3)
     )
-    stream = share_of(StreamedShares(documents, dealing(RANKS, TOKENS)), 1)
+    stream = shard(StreamedShares(documents, make_dealing(RANKS, TOKENS)), 1)
     how = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
     loader = DataLoader(stream, collate_fn=PackingCollator(), num_workers=workers, **how)
     first = list(loader)
@@ -112,7 +112,7 @@ def test_datasets_streams_divide_themselves_among_workers(workers: int) -> None:
 
 
 class Tokenizing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
-    """Rows of a stream of `datasets`, tokenized as they come."""
+    """A data set that tokenizes the rows of a `datasets` stream."""
 
     def __init__(self, texts: datasets.IterableDataset) -> None:
         self.texts = texts
@@ -123,7 +123,7 @@ class Tokenizing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
 
 
 class Dividing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
-    """Divides its documents among workers, as torch's docs teach it."""
+    """A data set that divides its documents among workers, like an example of torch."""
 
     def __init__(self, rows: list[dict[str, list[int]]]) -> None:
         self.rows = rows
@@ -134,7 +134,7 @@ class Dividing(torch.utils.data.IterableDataset[dict[str, list[int]]]):
 
 
 class Around:
-    """No data set of torch, and what it reads is divided."""
+    """An iterable around documents that is no data set of torch."""
 
     def __init__(self, documents: Any) -> None:
         self.documents = documents
@@ -143,8 +143,8 @@ class Around:
         yield from self.documents
 
 
-def wrapped(kind: str) -> Any:
-    rows = some_documents(LENGTHS)
+def wrap(kind: str) -> Any:
+    rows = make_rows(LENGTHS)
     texts = [{"text": " ".join(map(str, row["input_ids"]))} for row in rows]
     stream = datasets.Dataset.from_list(texts).to_iterable_dataset(num_shards=4)
     made = {
@@ -156,24 +156,22 @@ def wrapped(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch data set", "by worker", "other"])
-def test_a_stream_inside_another_is_read_whole_by_all_workers(kind: str) -> None:
+def test_wrapped_stream_is_read_completely_by_all_workers(kind: str) -> None:
     for workers in (2, 0):
-        mine = share_of(StreamedShares(wrapped(kind), dealing(RANKS, TOKENS)), 1)
+        mine = shard(StreamedShares(wrap(kind), make_dealing(RANKS, TOKENS)), 1)
         how = {"multiprocessing_context": "fork"} if workers else {}
         loader = DataLoader(mine, collate_fn=PackingCollator(), num_workers=workers, **how)
-        found = [unbatched(batch) for batch in loader]
+        found = [unbatch(batch) for batch in loader]
         expected = [
-            share_of(StreamedShares(Stream(), dealing(RANKS, TOKENS)), rank)
+            shard(StreamedShares(Stream(), make_dealing(RANKS, TOKENS)), rank)
             for rank in range(RANKS)
         ]
         check_epoch([list(expected[0]), found, list(expected[2])], Stream().rows)
 
 
-def test_a_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a torch that keeps it elsewhere. In this process: torch waits 5 s for a worker that a
-    refusal has left behind.
-    """
-    stream = StreamedShares(wrapped("by worker"), dealing(1, TOKENS))
+def test_loader_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test uses no worker process, because torch waits 5 s for a worker that raised."""
+    stream = StreamedShares(wrap("by worker"), make_dealing(1, TOKENS))
     assert len(list(stream)) > 0
     monkeypatch.setattr(streaming, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=1))
     with pytest.raises(
@@ -182,34 +180,34 @@ def test_a_worker_that_cannot_be_hidden_is_refused(monkeypatch: pytest.MonkeyPat
         list(stream)
 
 
-def test_shares_of_other_ranks_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    how, made = dealing(RANKS, TOKENS), []
+def test_loader_makes_only_the_shares_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    how, made = make_dealing(RANKS, TOKENS), []
     share = how.make_share
     monkeypatch.setattr(
         how,
         "make_share",
         lambda lengths, batch, rank, names: made.append(rank) or share(lengths, batch, rank, names),
     )
-    loader = DataLoader(share_of(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
+    loader = DataLoader(shard(StreamedShares(Stream(), how), 2), collate_fn=PackingCollator())
     assert len(list(loader)) == len(made) == sum(LENGTHS) // (RANKS * TOKENS)
     assert set(made) == {2}
 
 
 def test_documents_may_be_arrays_of_tokens() -> None:
-    rows = some_documents(LENGTHS)
+    rows = make_rows(LENGTHS)
 
     class Arrays:
         def __iter__(self) -> Iterator[Any]:
             return (np.array(row["input_ids"], dtype=np.int32) for row in rows)
 
-    stream = StreamedShares(Arrays(), dealing(RANKS, TOKENS))
-    check_epoch([list(share_of(stream, rank)) for rank in range(RANKS)], rows)
+    stream = StreamedShares(Arrays(), make_dealing(RANKS, TOKENS))
+    check_epoch([list(shard(stream, rank)) for rank in range(RANKS)], rows)
 
 
-def test_what_cannot_be_streamed_is_refused() -> None:
+def test_iterators_and_missing_columns_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="documents are a list_iterator, which can be read only once"
     ):
-        StreamedShares(iter([[1, 2]]), dealing(RANKS, TOKENS))
+        StreamedShares(iter([[1, 2]]), make_dealing(RANKS, TOKENS))
     with pytest.raises(LayoutError, match="document 1 has no column 'input_ids'"):
-        list(StreamedShares([[1], {"text": "x"}], dealing(RANKS, TOKENS)))
+        list(StreamedShares([[1], {"text": "x"}], make_dealing(RANKS, TOKENS)))

@@ -1,4 +1,4 @@
-"""Each thing that a user would act on, and what the doctor says to do about it."""
+"""Findings of the doctor that need action, and the action that it advises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from scripts import run as run_script
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def bad(findings: Sequence[Finding]) -> list[Finding]:
+def list_bad(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.state == "bad"]
 
 
@@ -53,7 +53,7 @@ def bad(findings: Sequence[Finding]) -> list[Finding]:
         ("opt", {"layerdrop": 0.2, "attention_dropout": 0.0}, "on", "bad", "Set layerdrop=0.0"),
     ],
 )
-def test_families(
+def test_finding_on_a_model_family_has_its_state_and_advice(
     kind: str, changes: dict[str, float], value: str, state: State, todo: str | None
 ) -> None:
     found = list(check_model_family(AutoConfig.for_model(kind, **changes)))
@@ -63,7 +63,7 @@ def test_families(
     assert worst.todo is None if todo is None else todo in str(worst.todo)
 
 
-def test_documents_over_ranks_and_ping_pong_are_told() -> None:
+def test_findings_include_documents_over_ranks_and_ping_pong() -> None:
     llama, whole = (
         {one.name: one.value for one in check_model_family(AutoConfig.for_model(kind))}
         for kind in ("llama", "llama4_text")
@@ -84,9 +84,9 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of torch runs, and it is said why the faster one does not; with a softcap only the
-    slow one is left.
+def test_doctor_advises_to_install_a_missing_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The findings name the reason why the faster kernel does not run. With a softcap, only the
+    slow reference kernel is left.
     """
     monkeypatch.setattr(flash, "_find_version", lambda: None)
     runs, *others = check_model_kernels(LlamaConfig(), torch.bfloat16, CUDA)
@@ -102,20 +102,20 @@ def test_flash_attn_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_float32_on_a_gpu() -> None:
+def test_float32_on_a_gpu_runs_a_slower_kernel_with_a_note() -> None:
     runs = next(check_model_kernels(None, torch.float32, CUDA))
     assert (runs.value, runs.state) == ("kernel 'efficient'", "note")
     assert "train in bfloat16 or float16" in str(runs.todo)
 
 
-def test_kernels_on_a_cpu() -> None:
+def test_cpu_runs_the_cpu_kernel_unless_there_is_a_softcap() -> None:
     (runs,) = check_model_kernels(LlamaConfig(), torch.float32, CPU)
     assert (runs.name, runs.value) == ("heads of 128, float32 on cpu", "kernel 'cpu'")
     slow = next(check_model_kernels(Gemma2Config(), torch.float32, CPU))
     assert "torch's fused CPU kernel has no softcap" in str(slow.todo)
 
 
-def test_dtypes() -> None:
+def test_dtype_comes_from_the_option_the_config_or_the_device() -> None:
     assert find_dtype("bf16", None, CPU) is torch.bfloat16
     assert find_dtype(None, None, CPU) is torch.float32
     assert find_dtype(None, None, CUDA) is torch.bfloat16
@@ -127,7 +127,7 @@ def test_dtypes() -> None:
             find_dtype(name, None, CPU)
 
 
-def test_configs_are_read(tmp_path: Path) -> None:
+def test_config_is_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=64, num_attention_heads=4).save_pretrained(tmp_path)
     for name in (tmp_path, tmp_path / "config.json"):
         assert read_config(str(name)).hidden_size == 64
@@ -148,14 +148,14 @@ def test_configs_are_read(tmp_path: Path) -> None:
         ('{"model_type": "x", "auto_map": {"AutoConfig": "code.C"}}', "contains custom code"),
     ],
 )
-def test_configs_that_cannot_be_read(tmp_path: Path, content: str | None, message: str) -> None:
+def test_unreadable_config_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_config(str(tmp_path))
 
 
-def test_a_path_that_is_wrong_is_not_looked_for_on_the_hub(
+def test_wrong_path_is_not_looked_up_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -164,7 +164,7 @@ def test_a_path_that_is_wrong_is_not_looked_for_on_the_hub(
             read_config(name)
 
 
-def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_missing_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, **options: bool) -> None:
         raise OSError(f"{name} is not a valid model identifier\nmore of it")
 
@@ -179,54 +179,50 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def exchange_here(has: dict[str, str]) -> list[Finding]:
-    """Findings of a rank of a world that has met already."""
+    """Return the findings of a rank of a world that exists already."""
     group = Session(DistCAConfig(timeout_seconds=60.0), dist.group.WORLD).join_group()
     return describe_trial(exchange(has, CPU, group), group)
 
 
-def exchanged(rank: int) -> tuple[list[Finding], list[Finding]]:
-    """Whoever sends a pickle runs code in the process that reads it: nothing is unpickled."""
+def exchange_without_pickle(rank: int) -> tuple[list[Finding], list[Finding]]:
+    """Exchange with unpickling disabled: a pickle runs code in the process that reads it."""
     has = {"torch": "2.13.0", "numpy": "2.4.6" if rank else "2.1.0"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed_c10d, "_unpickler", None)
         return exchange_here(has), exchange_here({"torch": "2.13.0"})
 
 
-def test_ranks_of_a_launcher_exchange_and_compare_versions(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    for unequal, equal in rank_pool(2)(exchanged):
+def test_ranks_of_a_launcher_compare_their_versions(rank_pool: Callable[[int], RankPool]) -> None:
+    for unequal, equal in rank_pool(2)(exchange_without_pickle):
         assert unequal[0].value == "2 ranks on 1 node, 2 on each"
-        assert [(one.name, one.value) for one in bad(unequal)] == [
+        assert [(one.name, one.value) for one in list_bad(unequal)] == [
             ("numpy", "differs: 2.1.0 on rank 0, 2.4.6 on rank 1")
         ]
-        assert not bad(equal)
+        assert not list_bad(equal)
         assert equal[-1].name == "exchange over gloo"
         assert "ms for 4 MB from each rank to each other" in equal[-1].value
 
 
-def test_versions_are_of_what_is_installed() -> None:
+def test_listed_versions_are_those_of_installed_packages() -> None:
     has = list_versions()
     assert has["torch"] == torch.__version__
     assert None not in has.values()
 
 
-def exchanged_in_containers(rank: int) -> str:
-    """Two launchers, for nodes whose host names are the same."""
+def exchange_in_containers(rank: int) -> str:
+    """Exchange between two launchers on nodes with equal host names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setenv("GROUP_RANK", str(rank))
         return exchange_here({})[0].value
 
 
-def test_nodes_are_those_of_training(rank_pool: Callable[[int], RankPool]) -> None:
-    """By the launcher's number where host names are equal, as those of containers may be."""
-    assert rank_pool(2)(exchanged_in_containers) == ["2 ranks on 2 nodes, 1 on each"] * 2
+def test_nodes_are_counted_by_launcher_not_by_host(rank_pool: Callable[[int], RankPool]) -> None:
+    """Nodes may have equal host names, as containers do."""
+    assert rank_pool(2)(exchange_in_containers) == ["2 ranks on 2 nodes, 1 on each"] * 2
 
 
-def test_an_environment_that_says_half_of_what_a_launcher_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_error_names_the_missing_launcher_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -243,7 +239,7 @@ def test_an_environment_that_says_half_of_what_a_launcher_says(
         words_of("hf-distca doctor --model outputs/finetune_long_documents --dtype bf16"),
     ],
 )
-def test_the_commands_of_the_pages(
+def test_doctor_commands_of_the_pages_run(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -254,7 +250,7 @@ def test_the_commands_of_the_pages(
     assert ("  documents over ranks       exact" in result.stdout) == ("--model" in words)
 
 
-def test_the_command_ends_with_what_to_do(tmp_path: Path) -> None:
+def test_doctor_prints_its_advice_at_the_end(tmp_path: Path) -> None:
     LlamaConfig(attention_dropout=0.1).save_pretrained(tmp_path)
     result = run("doctor", "--model", tmp_path, "--dtype", "bf16")
     assert result.exit_code == 1, "training would fail"
@@ -264,7 +260,7 @@ def test_the_command_ends_with_what_to_do(tmp_path: Path) -> None:
     assert "launch -m hf_distca.tools.cli doctor" in result.stdout.splitlines()[-1]
 
 
-def test_json() -> None:
+def test_json_output_lists_every_finding_and_action() -> None:
     result = run("doctor", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -281,10 +277,10 @@ def test_json() -> None:
         *(("--dtype", name, "'bf16'") for name in ("bf17", "", "BF16")),
     ],
 )
-def test_wrong_input_is_one_line(
+def test_wrong_options_are_a_one_line_error(
     name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "--dtype":  # it is refused before anything is imported
+    if name == "--dtype":  # refused before the diagnosis is imported
         monkeypatch.setitem(sys.modules, "hf_distca.tools.doctor.diagnosis", None)
     result = run("doctor", name, value)
     check_one_line(result, message)
@@ -292,7 +288,7 @@ def test_wrong_input_is_one_line(
 
 
 @pytest.mark.slow
-def test_under_a_launcher_rank_0_speaks(tmp_path: Path) -> None:
+def test_only_rank_0_prints_under_a_launcher(tmp_path: Path) -> None:
     words = words_of(
         "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml -m"
         " hf_distca.tools.cli doctor"

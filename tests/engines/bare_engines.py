@@ -1,5 +1,5 @@
-"""Engines around training loops as people write them: each is what wraps the model, and says what
-it made.
+"""Engines for training loops without a Trainer: each function wraps the model and returns evidence
+of the engine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from case import CHECKPOINTING, Case, NotThisEngineError, Run, evidence_of_dtensors, prepared
-from tiny_llama import micro_batch, natively_sharded, tiny_llama
+from case import CHECKPOINTING, Case, NotThisEngineError, Run, describe_dtensors, prepare_model
+from tiny_llama import load_sharded, micro_batch, tiny_llama
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -35,19 +35,19 @@ import hf_distca
 from hf_distca.integration.current_session import current_session
 
 
-def bare(
+def train_loop(
     case: Case,
     rank: int,
     implementation: str,
     wrap: Callable[[Case, Any], tuple[Any, str]],
     make: Callable[[str], PreTrainedModel] = tiny_llama,
 ) -> Run:
-    """A training loop as people write them, around a model wrapped by `wrap`, which says what it
-    made.
+    """Run a typical training loop around a model that `wrap` has wrapped. `wrap` also returns
+    evidence of the engine.
 
-    `rank` is where the data comes from: the same for ranks that hold the same tokens.
+    `rank` selects the data: it is equal for ranks that hold the same tokens.
     """
-    model = prepared(case, make(implementation))
+    model = prepare_model(case, make(implementation))
     kwargs = CHECKPOINTING[case.checkpointing]
     if kwargs is not None:
         model.enable_input_require_grads()
@@ -59,50 +59,50 @@ def bare(
     for step in range(case.steps):
         started.append(time.perf_counter())
         total = 0.0
-        batches = [batch(rank, case, step, n) for n in range(case.accumulation)]
+        batches = [make_batch(rank, case, step, n) for n in range(case.accumulation)]
         for n, one in enumerate(batches):
             last = n == case.accumulation - 1
             with (
-                synchronized(model, last),
+                synchronize_last(model, last),
                 torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"),
             ):
                 loss = model(**one, use_cache=False).loss / case.accumulation
-            with synchronized(model, last):
+            with synchronize_last(model, last):
                 loss.backward()
             total += float(loss.detach())
-        norms.append(norm_of(model, trained))
+        norms.append(compute_norm(model, trained))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean_over_ranks(total))
+        losses.append(average_over_ranks(total))
     return Run.of(losses, norms, started, engine)
 
 
-def batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
+def make_batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
     world = dist.get_world_size()
     return micro_batch((step * case.accumulation + micro) * world + rank)
 
 
-def synchronized(model: Any, last: bool) -> Any:
-    """Where the engine can wait with reducing gradients until the last micro-batch, it does."""
+def synchronize_last(model: Any, last: bool) -> Any:
+    """Reduce gradients only at the last micro-batch if the engine can wait so long."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
 
 
-def norm_of(model: Any, trained: list[nn.Parameter]) -> float:
+def compute_norm(model: Any, trained: list[nn.Parameter]) -> float:
     if isinstance(model, FullyShardedDataParallel):
         return float(model.clip_grad_norm_(1e9))
-    # One by one: with tensor parallelism parameters lie on different meshes.
+    # Gather gradients one by one: with tensor parallelism, parameters lie on different meshes.
     grads = [
         p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         for p in trained
         if p.grad is not None
     ]
-    # In float32, small differences would not show.
+    # Use float64, because float32 hides small differences.
     return float(nn.utils.get_total_norm([grad.double() for grad in grads]))
 
 
-def mean_over_ranks(value: float) -> float:
+def average_over_ranks(value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
@@ -123,7 +123,7 @@ def shard(case: Case, model: Any, mesh: DeviceMesh) -> tuple[Any, str]:
         if isinstance(layer, LlamaDecoderLayer):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model, evidence_of_dtensors(model)
+    return model, describe_dtensors(model)
 
 
 def fully_sharded(case: Case, model: Any) -> tuple[Any, str]:
@@ -155,10 +155,10 @@ def fsdp1(case: Case, model: Any) -> tuple[Any, str]:
 
 
 def compiled(_case: Case, model: Any) -> tuple[Any, str]:
-    """Dynamo and AOTAutograd without generated code, which is
-    `trainer_engines.compiled_by_trainer`'s.
+    """Compile with Dynamo and AOTAutograd but without generated code, which
+    `trainer_engines.compiled_by_trainer` tests.
     """
-    # It does not notice that a model has other hooks than the one of the run before.
+    # Dynamo does not notice that this model has other hooks than the model of the previous run.
     torch._dynamo.reset()
     compiled_model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     return (
@@ -168,18 +168,18 @@ def compiled(_case: Case, model: Any) -> tuple[Any, str]:
 
 
 def tensor_parallel(case: Case, rank: int, implementation: str) -> Run:
-    """transformers' own tensor parallelism and FSDP2 on four ranks, neighbours with the same tokens
+    """Run transformers' tensor parallelism and FSDP2 on four ranks. Neighbours have the same tokens
     and different heads.
 
-    A bare loop: on CPUs the Trainer refuses this mesh under any attention.
+    The Trainer refuses this mesh on CPUs under any attention, so the loop is our own.
     """
 
     def wrap(_case: Case, model: nn.Module) -> tuple[nn.Module, str]:
-        evidence = evidence_of_dtensors(model)
+        evidence = describe_dtensors(model)
         if "tp" not in evidence:
             raise NotThisEngineError(evidence)
         return model.train(), evidence
 
     with tempfile.TemporaryDirectory() as folder:
-        make = partial(natively_sharded, {"tp_size": 2, "fsdp_size": 2}, folder=Path(folder))
-        return bare(case, rank // 2, implementation, wrap, make)
+        make = partial(load_sharded, {"tp_size": 2, "fsdp_size": 2}, folder=Path(folder))
+        return train_loop(case, rank // 2, implementation, wrap, make)

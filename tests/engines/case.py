@@ -1,5 +1,5 @@
-"""What is trained under an engine, and what one rank saw of it; and what engines of both kinds need
-to make and prove it.
+"""A training case, the measurements of one rank, and helpers for engines with and without a
+Trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import hf_distca
 from hf_distca.integration.current_session import current_session
 
-# What layers compute in, by precision.
+# The dtype in which layers compute, by precision.
 COMPUTED = {
     "bf16": torch.bfloat16,
     "mixed": torch.bfloat16,
@@ -26,8 +26,8 @@ COMPUTED = {
     "fp16": torch.float16,
     "float32": torch.float32,
 }
-# Engines that under `bf16=True` keep bfloat16 parameters for the passes through the model, and hand
-# such inputs to layers.
+# Engines that under `bf16=True` keep bfloat16 parameters for forward and backward, and give layers
+# bfloat16 inputs.
 KEEPING_BF16 = {"FSDP2, accelerate", "ZeRO-1", "ZeRO-2", "ZeRO-3"}
 
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
@@ -39,13 +39,13 @@ CHECKPOINTING: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
+    """A model, its engine and its way of training.
 
     Attributes:
-        precision: "bf16", what `bf16=True` is under the engine: autocast, in which operations take
-            bfloat16, unless the engine is among `KEEPING_BF16`; "mixed", what the latter do, of an
-            engine that has both; "bf16 weights", the same with a model that was loaded in bfloat16;
-            "fp16" with its scaler of gradients, and one step that overflows; or "float32".
+        precision: "bf16", the effect of `bf16=True`: autocast, or bfloat16 parameters if the engine
+            is in `KEEPING_BF16`; "mixed", bfloat16 parameters under an engine that also has
+            autocast; "bf16 weights", autocast for a model loaded in bfloat16; "fp16" with a
+            gradient scaler, and one step that overflows; or "float32".
     """
 
     engine: str
@@ -69,44 +69,40 @@ class Case:
 
     @property
     def settings(self) -> hf_distca.DistCAConfig:
-        """What distca runs with."""
+        """Return distca's settings for this case."""
         return settings(ping_pong=self.ping_pong)
 
     @property
     def mixed(self) -> bool:
-        """Whether the engine keeps parameters in bfloat16 beside those that the optimizer
-        changes.
-        """
+        """Return whether the engine keeps bfloat16 parameters besides the optimizer's."""
         return self.precision == "mixed" or (
             self.precision == "bf16" and self.engine in KEEPING_BF16
         )
 
     @property
     def calls(self) -> int:
-        """Calls of core attention that a rank makes in training: twice by half, and once more by
-        recomputed layer.
+        """Count the core attention calls of a rank: one for each layer, two in ping-pong, and as
+        many again for recomputes.
         """
         passes = 1 if self.checkpointing == "off" else 2
         return self.steps * self.accumulation * LAYERS * passes * (2 if self.ping_pong else 1)
 
     @property
     def gathers(self) -> int:
-        """The most collectives that planning may take: documents and plans, once for all layers of
-        a micro-batch.
-        """
+        """Return the most collectives of planning: documents and plans, once per micro-batch."""
         return 2 * self.steps * self.accumulation
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw.
+    """The measurements of one rank.
 
     Attributes:
         losses, grad_norms: mean loss over ranks and norm of all gradients, by step.
-        seconds: of a step, the first one left out: it makes groups and buffers.
-        engine: what trained.
-        calls, sent_bytes: calls of core attention, those of recomputes among them, and bytes sent
-            for it; 0 under sdpa.
+        seconds: mean time of a step, without the first one, which makes groups and buffers.
+        engine: evidence of the engine that trained.
+        calls, sent_bytes: calls of core attention, including recomputes, and bytes sent for it; 0
+            under sdpa.
         gathers: collectives of planning that the rank took part in; 0 under sdpa.
     """
 
@@ -122,7 +118,7 @@ class Run:
     def of(
         cls, losses: list[float], grad_norms: list[float], started: list[float], engine: str
     ) -> Run:
-        """The run that ends now, with the times at which steps began."""
+        """Make the `Run` that ends now. `started` holds the time at which each step began."""
         seconds = (time.perf_counter() - started[1]) / (len(started) - 1)
         meter = current_session().meter
         return cls(
@@ -136,11 +132,11 @@ class Run:
 
 
 class NotThisEngineError(AssertionError):
-    """Another engine ran than the one that was meant."""
+    """Another engine ran than the case asks for."""
 
 
-def prepared(case: Case, model: PreTrainedModel) -> Any:
-    """The model with LoRA if the case asks for it. As it runs, it proves what it computes in."""
+def prepare_model(case: Case, model: PreTrainedModel) -> Any:
+    """Add LoRA if the case asks for it, and a hook that checks the dtypes of each forward."""
     if case.precision == "bf16 weights":
         model = model.to(torch.bfloat16)
     model.model.layers[-1].mlp.gate_proj.register_forward_hook(partial(_check_dtypes, case))
@@ -158,23 +154,23 @@ def prepared(case: Case, model: PreTrainedModel) -> Any:
 def _check_dtypes(case: Case, module: nn.Module, _: object, output: torch.Tensor) -> None:
     weights = torch.bfloat16 if case.mixed or case.precision == "bf16 weights" else torch.float32
     computed = output.dtype
-    # Of a layer in 4 bits, which gives the dtype that it was given.
+    # A layer in 4 bits returns the dtype of its input, so check its compute dtype instead.
     if hasattr(module, "compute_dtype"):
         weights, computed = torch.uint8, module.compute_dtype
     if (module.weight.dtype, computed) != (weights, COMPUTED[case.precision]):
         raise NotThisEngineError(
-            f"a layer has weights in {module.weight.dtype} and gives {computed}: that is not {case}"
+            f"a layer has weights in {module.weight.dtype} and returns {computed}, not as in {case}"
         )
 
 
-def evidence_of_dtensors(model: nn.Module) -> str:
-    """Kind of parameters and mesh; parameters that are not sharded, but for adapters, make it
+def describe_dtensors(model: nn.Module) -> str:
+    """Describe placements and mesh of the parameters. If any but adapters are not sharded, it is
     another engine.
     """
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     adapters = [name for name in plain if "lora_" in name]
     if len(plain) > len(adapters):
-        raise NotThisEngineError(f"{len(plain)} parameters are no DTensors: {plain[:3]}")
+        raise NotThisEngineError(f"{len(plain)} parameters are not DTensors: {plain[:3]}")
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     meshes = {str(p.device_mesh.mesh_dim_names): tuple(p.device_mesh.shape) for p in sharded}
     placements = sorted({str(p.placements) for p in sharded})

@@ -1,6 +1,4 @@
-"""The ways in which people switch activation checkpointing on, by name: each takes a model and
-returns the one to call.
-"""
+"""The ways to switch on activation checkpointing, by name. Each changes a model in place."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
-# Operations that kernels use, too: what a policy saves of them must not get mixed up with what the
-# layer does afterwards.
+# Kernels use these operations, too. Their outputs must not get mixed up with those of the rest of
+# the layer that a policy saves.
 ARITHMETIC = MATMULS | {
     aten.mul.Tensor,
     aten.add.Tensor,
@@ -33,27 +31,25 @@ ARITHMETIC = MATMULS | {
 }
 
 
-def policy(
+def decide(
     saved: set[Any], _context: object, operation: object, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(saved: set[Any]) -> dict[str, Any]:
+def make_selective(saved: set[Any]) -> dict[str, Any]:
     return {
         "use_reentrant": False,
-        "context_fn": partial(create_selective_checkpoint_contexts, partial(policy, saved)),
+        "context_fn": partial(create_selective_checkpoint_contexts, partial(decide, saved)),
     }
 
 
-def transformers_switch(kwargs: dict[str, Any], every_n_layers: int = 1) -> Callable[..., None]:
+def make_switch(kwargs: dict[str, Any], every_n_layers: int = 1) -> Callable[..., None]:
     return lambda model: model.activation_checkpointing_enable(kwargs, every_n_layers)
 
 
-def offload(reentrant: bool) -> Callable[..., None]:
-    """The switch for memory that is not pinned: pinning, which transformers asks for, needs an
-    accelerator.
-    """
+def make_offload(reentrant: bool) -> Callable[..., None]:
+    """Offload to unpinned memory. transformers asks for pinning, which needs an accelerator."""
 
     def unpinned(pin_memory: bool, device_type: str) -> save_on_cpu:
         return save_on_cpu(pin_memory=False, device_type=device_type)
@@ -72,7 +68,7 @@ def trl_selective(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable({})
 
 
-def torch_wrapper(implementation: CheckpointImpl) -> Callable[..., None]:
+def make_wrapper(implementation: CheckpointImpl) -> Callable[..., None]:
     def switch(model: PreTrainedModel) -> None:
         model.enable_input_require_grads()
         wrap = partial(checkpoint_wrapper, checkpoint_impl=implementation, preserve_rng_state=False)
@@ -83,7 +79,7 @@ def torch_wrapper(implementation: CheckpointImpl) -> Callable[..., None]:
     return switch
 
 
-def deepspeed_checkpoint(function: str, **options: Any) -> Callable[..., None]:
+def make_deepspeed(function: str, **options: Any) -> Callable[..., None]:
     def switch(model: PreTrainedModel) -> None:
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
@@ -98,9 +94,7 @@ def deepspeed_checkpoint(function: str, **options: Any) -> Callable[..., None]:
 
 
 def start_deepspeed() -> None:
-    """DeepSpeed in a running gloo world, without the extension that it would compile for exchanges
-    in shared memory.
-    """
+    """Start DeepSpeed in a gloo world, without compiling its extension for shared memory."""
     import deepspeed
     from deepspeed import comm, ops
 
@@ -110,20 +104,20 @@ def start_deepspeed() -> None:
 
 
 SWITCHES: dict[str, Callable[[PreTrainedModel], None]] = {
-    "non-reentrant": transformers_switch({"use_reentrant": False}),
-    "reentrant": transformers_switch({"use_reentrant": True}),
-    "every 2 layers": transformers_switch({"use_reentrant": False}, every_n_layers=2),
-    "every 3 layers, reentrant": transformers_switch({"use_reentrant": True}, every_n_layers=3),
-    "offload": offload(reentrant=False),
-    "offload, reentrant": offload(reentrant=True),
-    "policy: matmuls": transformers_switch(selective(MATMULS)),
-    "policy: arithmetic": transformers_switch(selective(ARITHMETIC)),
+    "non-reentrant": make_switch({"use_reentrant": False}),
+    "reentrant": make_switch({"use_reentrant": True}),
+    "every 2 layers": make_switch({"use_reentrant": False}, every_n_layers=2),
+    "every 3 layers, reentrant": make_switch({"use_reentrant": True}, every_n_layers=3),
+    "offload": make_offload(reentrant=False),
+    "offload, reentrant": make_offload(reentrant=True),
+    "policy: matmuls": make_switch(make_selective(MATMULS)),
+    "policy: arithmetic": make_switch(make_selective(ARITHMETIC)),
     "TRL selective": trl_selective,
-    "checkpoint_wrapper": torch_wrapper(CheckpointImpl.NO_REENTRANT),
-    "checkpoint_wrapper, reentrant": torch_wrapper(CheckpointImpl.REENTRANT),
-    "DeepSpeed": deepspeed_checkpoint("checkpoint"),
-    "DeepSpeed, in CPU memory": deepspeed_checkpoint(
+    "checkpoint_wrapper": make_wrapper(CheckpointImpl.NO_REENTRANT),
+    "checkpoint_wrapper, reentrant": make_wrapper(CheckpointImpl.REENTRANT),
+    "DeepSpeed": make_deepspeed("checkpoint"),
+    "DeepSpeed, in CPU memory": make_deepspeed(
         "checkpoint", partition_activations=True, checkpoint_in_cpu=True
     ),
-    "DeepSpeed, non-reentrant": deepspeed_checkpoint("non_reentrant_checkpoint"),
+    "DeepSpeed, non-reentrant": make_deepspeed("non_reentrant_checkpoint"),
 }

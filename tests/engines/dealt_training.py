@@ -1,4 +1,4 @@
-"""Training on dealt documents, by every engine and client, as `equal_training.py` compares it."""
+"""Training on dealt documents under every engine and client, which `equal_training.py` compares."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ import hf_distca
 from engines import forget_accelerate
 from tiny_runs import COMMON
 
-TOKENS = 3072  # of a global batch; 768 a rank on four
+TOKENS = 3072  # tokens of a global batch; 768 for each of four ranks
 LONGEST = 2304
 
 
 @dataclass(frozen=True)
 class Case:
-    """How the documents are trained on.
+    """A way to train on the documents.
 
     Attributes:
-        client: "Trainer", "TRL" or "loop", of accelerate.
-        engine: "DDP", "FSDP2" of transformers, "ZeRO-2" or "ZeRO-3".
-        resumed: whether training ends in the middle of an epoch and goes on from a checkpoint.
-        workers: of the loader.
-        steps: of the optimizer.
+        client: "Trainer", "TRL", or "loop" for a loop with accelerate.
+        engine: "DDP", "FSDP2" (transformers'), "ZeRO-2" or "ZeRO-3".
+        resumed: whether training ends in the middle of an epoch and resumes from a checkpoint.
+        workers: number of loader workers.
+        steps: number of optimizer steps.
         precision: "bf16", as `bf16=True` sets it, or "float32".
     """
 
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """One process under sdpa, and under the engine if that has bfloat16 weights."""
+        """Return the same case under sdpa on one process. ZeRO stays for its bfloat16 weights."""
         engine = "ZeRO-2" if self.engine.startswith("ZeRO") and self.precision == "bf16" else "DDP"
         found = Case(
             1, engine=engine, accumulation=self.accumulation, lora=self.lora, implementation="sdpa"
@@ -87,8 +87,8 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every number of ranks, engine and way of training, and some together; in bfloat16 and in
-    float32.
+    """Yield every number of ranks, engine and way of training, and some combinations, in bfloat16
+    and in float32.
     """
     yield from (
         replace(case, precision=precision) for precision in ("bf16", "float32") for case in _ways()
@@ -116,12 +116,12 @@ def _ways() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Run:
-    """What rank 0 saw.
+    """The results on rank 0.
 
     Attributes:
-        losses: of each optimizer step.
-        weights: the trained ones, in the end.
-        spanning: documents that lay on several ranks, in all global batches.
+        losses: the loss of each optimizer step.
+        weights: the trained weights at the end.
+        spanning: number of documents that lay on several ranks, in all global batches.
     """
 
     losses: list[float]
@@ -141,10 +141,10 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
         outputs = [output]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(outputs)
-        losses, model, dataset = (_loop if case.client == "loop" else _trainer)(
+        losses, model, dataset = (_train_loop if case.client == "loop" else _run_trainer)(
             case, Path(folder), outputs[0]
         )
-        weights = _weights(model)
+        weights = _gather_weights(model)
         if dist.get_world_size() > 1:
             dist.barrier()
     items = (
@@ -159,7 +159,7 @@ def train(rank: int, case: Case, folder: str) -> Run | None:
     return Run(losses, weights, spanning) if rank == 0 else None
 
 
-def _model(case: Case, folder: Path) -> PreTrainedModel:
+def _load_model(case: Case, folder: Path) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if case.engine == "FSDP2":
         from transformers.distributed import DistributedConfig
@@ -178,7 +178,7 @@ def _model(case: Case, folder: Path) -> PreTrainedModel:
     ).train()
 
 
-def _shares(case: Case, model: Any, folder: Path) -> Any:
+def _make_shares(case: Case, model: Any, folder: Path) -> Any:
     from datasets import load_from_disk
 
     documents = load_from_disk(str(folder / "tokens"))
@@ -188,18 +188,18 @@ def _shares(case: Case, model: Any, folder: Path) -> Any:
 
 
 def _tokens_per_rank(case: Case) -> int:
-    """A step has the same documents however many micro-batches it is divided into, if they are
-    cut to fill these.
+    """Return the tokens of a share. Documents are cut to fill shares, so a step has the same
+    documents however many micro-batches it has.
     """
     return TOKENS // case.ranks // case.accumulation
 
 
-def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
+def _run_trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
     options = {
         **COMMON,
         "output_dir": output,
         "max_steps": case.steps,
-        "seed": 0,  # as document_shares has it, by which the loop shuffles
+        "seed": 0,  # the default seed of document_shares, which the loop uses
         "learning_rate": 1e-3,
         "gradient_accumulation_steps": case.accumulation,
         "bf16": case.precision == "bf16",
@@ -218,17 +218,17 @@ def _trainer(case: Case, folder: Path, output: str) -> tuple[list[float], Any, A
             "zero_optimization": {"stage": int(case.engine[-1])},
             "zero_allow_untested_optimizer": True,
         }
-    made = [_made(case, folder, options)]
+    made = [_make_trainer(case, folder, options)]
     made[0].train()
     if case.resumed:
         forget_accelerate()
-        made.append(_made(case, folder, options))
+        made.append(_make_trainer(case, folder, options))
         made[1].train(resume_from_checkpoint=str(Path(output, f"checkpoint-{case.steps // 2}")))
     logs = [log["loss"] for log in made[-1].state.log_history if "loss" in log]
     return logs, made[-1].model_wrapped, made[-1].train_dataset
 
 
-def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
+def _make_trainer(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
     from datasets import load_from_disk
 
     kinds: tuple[Any, Any] = Trainer, TrainingArguments
@@ -237,11 +237,11 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
         from trl import SFTConfig, SFTTrainer
 
         kinds = SFTTrainer, SFTConfig
-        # TRL has defaults of its own.
+        # TRL has other defaults.
         options |= {"max_length": None, "lr_scheduler_type": "linear"}
         more = {"processing_class": AutoTokenizer.from_pretrained(folder / "model")}
     arguments = kinds[1](**options)
-    model = _model(case, folder)
+    model = _load_model(case, folder)
     trainer = kinds[0](
         model=model, args=arguments, train_dataset=load_from_disk(str(folder / "tokens")), **more
     )
@@ -250,18 +250,18 @@ def _made(case: Case, folder: Path, options: dict[str, Any]) -> Trainer:
     return trainer
 
 
-def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
-    """A loop of its own, with accelerate."""
+def _train_loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]:
+    """Train in a loop with accelerate."""
     from accelerate import Accelerator
     from transformers import get_scheduler
 
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16" if case.precision == "bf16" else "no"
     )
-    model = _model(case, folder)
+    model = _load_model(case, folder)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
-    shares = _shares(case, model, folder)
+    shares = _make_shares(case, model, folder)
     loader = DataLoader(
         shares, batch_size=1, collate_fn=hf_distca.PackingCollator(), num_workers=case.workers
     )
@@ -275,7 +275,7 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
         targets = accelerator.reduce(targets, "sum")
         total = torch.zeros(())
         for batch in step:
-            # Gradients are means over the ranks.
+            # DDP averages gradients over ranks.
             loss = (
                 model(**batch, num_items_in_batch=targets, use_cache=False).loss
                 * accelerator.num_processes
@@ -290,8 +290,8 @@ def _loop(case: Case, folder: Path, output: str) -> tuple[list[float], Any, Any]
     return losses, model, shares
 
 
-def _weights(model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights, whole, under the names that the model has without an engine."""
+def _gather_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return the trained weights, unsharded, under their names in the model without an engine."""
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

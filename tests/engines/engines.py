@@ -1,9 +1,9 @@
 """The engines by name, and the cases of the matrix.
 
-Each engine is a function of a `Case`, a rank and an attention implementation. It trains a few steps
-and returns a `Run`. A new one is a line of `ENGINES`; what it does belongs to `bare_engines` if it
-wraps the model of a loop, and to `trainer_engines` if it is the arguments of a Trainer. Both kinds
-bring evidence that it was this engine that ran.
+An engine is a function of a `Case`, a rank and an attention implementation. It trains a few steps
+and returns a `Run` with evidence of the engine. To add an engine, write a line in `ENGINES`; its
+function belongs in `bare_engines` if it wraps the model of a loop, and in `trainer_engines` if it
+consists of arguments for a Trainer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from bare_engines import bare, compiled, ddp, fsdp1, fully_sharded, hybrid_sharded, tensor_parallel
+from bare_engines import (
+    compiled,
+    ddp,
+    fsdp1,
+    fully_sharded,
+    hybrid_sharded,
+    tensor_parallel,
+    train_loop,
+)
 from case import CHECKPOINTING, Case, Run
 from trainer_engines import (
     accelerate_fsdp2,
+    check_ddp,
     compiled_by_trainer,
-    hugging_face,
     native,
     quantized,
+    run_trainer,
     trl,
-    wrapped_in_ddp,
     zero,
 )
 
@@ -33,12 +41,12 @@ import hf_distca
 from recorded import counted_planning
 
 ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
-    "DDP": partial(bare, wrap=ddp),
-    "DDP, Trainer": partial(hugging_face, evidence=wrapped_in_ddp),
+    "DDP": partial(train_loop, wrap=ddp),
+    "DDP, Trainer": partial(run_trainer, evidence=check_ddp),
     "DDP, TRL SFT with packing": trl,
-    "DDP, torch.compile": partial(bare, wrap=compiled),
-    "FSDP1": partial(bare, wrap=fsdp1),
-    "FSDP2, fully_shard": partial(bare, wrap=fully_sharded),
+    "DDP, torch.compile": partial(train_loop, wrap=compiled),
+    "FSDP1": partial(train_loop, wrap=fsdp1),
+    "FSDP2, fully_shard": partial(train_loop, wrap=fully_sharded),
     "FSDP2, transformers": native,
     "FSDP2, accelerate": accelerate_fsdp2,
     "ZeRO-1": partial(zero, 1),
@@ -47,17 +55,17 @@ ENGINES: dict[str, Callable[[Case, int, str], Run]] = {
 }
 # On four ranks only.
 MESHES: dict[str, Callable[[Case, int, str], Run]] = {
-    "HSDP 2 x 2, fully_shard": partial(bare, wrap=hybrid_sharded),
+    "HSDP 2 x 2, fully_shard": partial(train_loop, wrap=hybrid_sharded),
     "HSDP 2 x 2, transformers": partial(native, replicas=2),
     "TP 2 x FSDP2 2, transformers": tensor_parallel,
 }
 # The base is frozen: only adapters train.
 QUANTIZED: dict[str, Callable[[Case, int, str], Run]] = {"DDP, Trainer, base in 4 bits": quantized}
-# Code is generated anew for what each case changes, which takes long.
+# Inductor generates new code for each case, which takes long.
 GENERATED: dict[str, Callable[[Case, int, str], Run]] = {
     "DDP, Trainer, torch_compile": compiled_by_trainer
 }
-# Other ways of training with half precision that an engine has.
+# Other ways of training in half precision that an engine offers.
 ALSO = {
     "FSDP1": ("mixed",),
     "FSDP2, fully_shard": ("mixed",),
@@ -68,7 +76,7 @@ BY_NAME = ENGINES | QUANTIZED | GENERATED | MESHES
 
 
 def cases() -> Iterator[Case]:
-    """The matrix: those on two ranks first."""
+    """Yield the cases of the matrix, those on two ranks first."""
     both, precisions = (False, True), ("bf16", "float32")
     for engine, ping_pong, precision in product(ENGINES | QUANTIZED, both, precisions):
         adapters = engine in QUANTIZED
@@ -101,13 +109,13 @@ def train(rank: int, case: Case, implementation: str) -> Run:
     hf_distca.configure(case.settings)
     with counted_planning() as gathers:
         run = BY_NAME[case.engine](case, rank, implementation)
-    # What ranks measured is gathered once a log, which integration/test_log_rows counts.
+    # Leave out the gather of measurements, once a log: integration/test_log_rows counts it.
     return replace(run, gathers=sum("what ranks measured" not in gather for gather in gathers))
 
 
 def forget_accelerate() -> None:
-    """accelerate keeps the engine of a process in shared state and environment variables: an
-    earlier run's must not stay.
+    """Reset accelerate, which keeps the engine of an earlier run in shared state and environment
+    variables.
     """
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config

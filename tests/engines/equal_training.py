@@ -1,10 +1,9 @@
-"""Trains the example's model on the example's documents, dealt to ranks, and prints how far it is
-from one process under sdpa.
+"""Trains the example's model on dealt documents and compares it with one process under sdpa.
 
 A global batch has the same tokens on any number of ranks, and documents are up to three times as
-long as what one of four ranks holds. Losses of all optimizer steps and the final weights are
-compared with those of one process in float32. In float32 they are equal up to rounding. In
-bfloat16, as people train, they may be twice as far off as sdpa is in bfloat16.
+long as the share of one of four ranks. The losses of all optimizer steps and the final weights are
+compared with one process in float32. In float32 they are equal up to rounding. In bfloat16, the
+usual precision, the difference may be twice that of sdpa in bfloat16.
 
     python tests/engines/equal_training.py --json equal_training.json
 """
@@ -32,8 +31,8 @@ from dealt_training import LONGEST, Case, Run, cases, train
 from ranks import RankPool
 
 LOSS, WEIGHTS = 1e-5, 1e-4  # bounds in float32
-# In bfloat16, the bounds are so many times the differences that sdpa makes on one process. Tests of
-# flash attention take the same measure.
+# In bfloat16, the bounds are this multiple of the difference that sdpa makes on one process. Tests
+# of flash attention use the same measure.
 TIMES = 2
 TIMEOUT = 300.0
 
@@ -55,12 +54,12 @@ def prepare(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a case: differences, the bounds that they must keep, and documents over several ranks.
+    """The differences of a case, their bounds, and its number of documents on several ranks.
 
     Attributes:
-        loss, weights: the largest relative difference of a loss; and of weights in float32 the
-            largest difference, in bfloat16 the root of the mean square: the largest is that of a
-            weight that Adam moves by the sign of a gradient near 0.
+        loss: the largest relative difference.
+        weights: the largest difference in float32, the root mean square in bfloat16, in which the
+            largest belongs to a weight that Adam moves by the sign of a gradient near 0.
     """
 
     case: Case
@@ -73,7 +72,7 @@ class Outcome:
 
     @property
     def held(self) -> bool:
-        """Whether it is as one process is."""
+        """Return whether the differences keep their bounds."""
         spans = self.spanning > 0 or self.case.ranks == 1
         return (
             not self.error
@@ -96,10 +95,10 @@ class Runs:
         """Train and compare. Raises AssertionError if a rank fails."""
         exact, bounds = self._reference(replace(case, precision="float32")), (LOSS, WEIGHTS)
         if case.precision != "float32":
-            loss, weights = differences(case, self._reference(case), exact)
+            loss, weights = compute_differences(case, self._reference(case), exact)
             bounds = TIMES * loss, TIMES * weights
         ours = self._run(case)
-        return Outcome(case, *differences(case, ours, exact), *bounds, ours.spanning)
+        return Outcome(case, *compute_differences(case, ours, exact), *bounds, ours.spanning)
 
     def _reference(self, case: Case) -> Run:
         """Train the reference of a case, once for all cases that share it."""
@@ -111,7 +110,7 @@ class Runs:
         kind = case.engine.startswith("ZeRO"), case.ranks
         if self._pool is None or not self._pool.alive or kind != self._kind:
             self.close()
-            # Which may have workers.
+            # Ranks may start loader workers, which daemons cannot.
             self._pool, self._kind = RankPool(case.ranks, daemon=False), kind
         return self._pool(train, case, str(self.folder), timeout=TIMEOUT)[0]
 
@@ -121,8 +120,8 @@ class Runs:
             self._pool.close()
 
 
-def differences(case: Case, ours: Run, theirs: Run) -> tuple[float, float]:
-    """Of losses and weights, as `Outcome` has them."""
+def compute_differences(case: Case, ours: Run, theirs: Run) -> tuple[float, float]:
+    """Compute the differences of losses and of weights, as `Outcome` defines them."""
     if len(ours.losses) != case.steps or ours.weights.keys() != theirs.weights.keys():
         raise AssertionError(
             f"{case}: {len(ours.losses)} losses; weights"
@@ -146,7 +145,7 @@ def main() -> None:
         "--only", metavar="TEXT", default="", help="only cases whose name contains TEXT"
     )
     parser.add_argument(
-        "--steps", type=int, default=20, help="of the optimizer (default: %(default)s)"
+        "--steps", type=int, default=20, help="optimizer steps (default: %(default)s)"
     )
     parser.add_argument("--json", metavar="FILE", help="write JSON to FILE")
     arguments = parser.parse_args()
@@ -174,7 +173,7 @@ def main() -> None:
             console.print(f"{len(found)} {case}: {result}", highlight=False, soft_wrap=True)
         runs.close()
     table = Table(
-        title=f"{arguments.steps} steps on dealt documents against one process under sdpa"
+        title=f"{arguments.steps} steps on dealt documents, compared with one process under sdpa"
     )
     for column in ("case", "loss", "bound", "weights", "bound", "documents over ranks", ""):
         table.add_column(column, overflow="fold")

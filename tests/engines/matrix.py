@@ -1,8 +1,7 @@
-"""Trains a tiny Llama under every engine with distca and with sdpa, and prints how far their losses
-and gradients are apart.
+"""Trains a tiny Llama under every engine and compares distca with sdpa.
 
-Each engine gets fresh gloo processes on the CPU. Both runs see the same packed documents and
-position ids.
+Each kind of engine gets new gloo processes on the CPU. Both runs see the same packed documents and
+position ids. The table has the differences of losses and gradient norms.
 
     python tests/engines/matrix.py --engine ZeRO --json matrix.json
 """
@@ -28,15 +27,15 @@ from tiny_llama import LAYERS
 from engines import BY_NAME, cases, train
 from ranks import RankPool
 
-# Seconds that a run may take, processes included: most of it is imports, and machines may be busy
-# with other things.
+# Timeout in seconds of a run with its processes. Imports take most of the time, and machines may be
+# busy.
 TIMEOUT = 600.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table. Differences are the largest of all steps, relative to sdpa; None with
-    `error` where none ran.
+    """One line of the table. Differences are the largest of all steps, relative to sdpa. If the
+    case failed, they are None and `error` has the reason.
     """
 
     case: Case
@@ -52,8 +51,8 @@ class Outcome:
 
 
 def compare(pool: RankPool, case: Case, theirs: list[Run]) -> Outcome:
-    """Run `case` under distca and compare with `theirs`, the same under sdpa. Raises AssertionError
-    if a rank fails.
+    """Run `case` under distca and compare with `theirs`, the same case under sdpa. Raises
+    AssertionError if a rank fails.
     """
     ours = pool(train, case, "distca", timeout=TIMEOUT)
 
@@ -65,7 +64,7 @@ def compare(pool: RankPool, case: Case, theirs: list[Run]) -> Outcome:
         ]
         if len(pairs) < len(ours) * case.steps:
             raise AssertionError(f"{case}: only {len(pairs)} values of {name} on {len(ours)} ranks")
-        return max(relative(a, b) for a, b in pairs)
+        return max(compute_difference(a, b) for a, b in pairs)
 
     engines = {run.engine for run in ours}
     if engines != {run.engine for run in theirs}:
@@ -93,18 +92,18 @@ def compare(pool: RankPool, case: Case, theirs: list[Run]) -> Outcome:
     )
 
 
-def relative(value: float, wanted: float) -> float:
-    """How far a value is from the wanted one; of steps that overflow neither is a number."""
+def compute_difference(value: float, wanted: float) -> float:
+    """Compute the relative difference, or 0 for a step in which both values overflow."""
     if not (math.isfinite(value) or math.isfinite(wanted)):
         return 0.0
     return abs(value - wanted) / abs(wanted) if math.isfinite(value - wanted) else math.inf
 
 
 class Runs:
-    """Runs cases, one after another in the same processes; DeepSpeed, which patches torch, has its
-    own.
+    """Runs cases one after another in the same processes; DeepSpeed, which patches torch, has
+    separate ones.
 
-    What sdpa gives does not depend on ping-pong, and is run once for both.
+    Sdpa's results do not depend on ping-pong, so one run serves both cases.
     """
 
     def __init__(self) -> None:
@@ -113,8 +112,8 @@ class Runs:
         self._theirs: dict[Case, list[Run]] = {}
 
     def outcome(self, case: Case) -> Outcome:
-        """Run a case under both. Raises AssertionError if a rank fails; the next case gets new
-        processes then.
+        """Run a case under distca and sdpa. Raises AssertionError if a rank fails; the next case
+        then gets new processes.
         """
         twin = replace(case, ping_pong=False)
         if twin not in self._theirs:
@@ -137,8 +136,8 @@ class Runs:
             self._pool.close()
 
 
-def outcomes(selected: list[Case], progress: Console) -> list[Outcome]:
-    """All lines, failures among them."""
+def run_all(selected: list[Case], progress: Console) -> list[Outcome]:
+    """Run all cases and return their outcomes, including failures."""
     found: list[Outcome] = []
     runs = Runs()
     for case in selected:
@@ -156,10 +155,10 @@ def outcomes(selected: list[Case], progress: Console) -> list[Outcome]:
 
 
 def show(found: list[Outcome]) -> None:
-    table = Table(title="distca against sdpa")
+    table = Table(title="distca compared with sdpa")
     switches = ("checkpointing", "LoRA", "ping-pong")
     figures = ("loss", "gradient norm", "s/step", "sdpa s/step")
-    counts = ("calls/layer", "gathers/micro-batch", "what ran")
+    counts = ("calls/layer", "gathers/micro-batch", "evidence")
     for column in ("engine", "precision", "ranks", *switches, *figures, *counts):
         table.add_column(column, overflow="fold")
     for one in found:
@@ -183,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     named = "only engines whose name contains TEXT"
     parser.add_argument("--engine", metavar="TEXT", default="", help=named)
-    quick = "the first case of each engine and precision, in ping-pong, too"
+    quick = "only the first case of each engine and precision, with and without ping-pong"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write JSON to FILE")
     arguments = parser.parse_args()
@@ -192,8 +191,8 @@ def main() -> None:
         first = {(case.engine, case.precision, case.ping_pong): case for case in reversed(selected)}
         selected = [case for case in selected if case in first.values()]
     if not selected:
-        parser.error(f"no engine's name contains {arguments.engine!r}, of {[*BY_NAME]}")
-    found = outcomes(selected, Console(stderr=True))
+        parser.error(f"no engine's name contains {arguments.engine!r}; engines: {[*BY_NAME]}")
+    found = run_all(selected, Console(stderr=True))
     show(found)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(one) for one in found], indent=1))

@@ -1,4 +1,4 @@
-"""accelerate's own parser takes every configuration file, as its launcher would."""
+"""accelerate's parser accepts every configuration file, as its launcher would."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_file_is_a_valid_configuration(name: str) -> None:
+def test_configuration_file_is_valid(name: str) -> None:
     config = load_config_from_file(str(FOLDER / name))
     assert config.distributed_type == KINDS.get(name, DistributedType.FSDP)
     assert config.num_processes % config.num_machines == 0
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if KINDS.get(name) is None])
-def test_launching_asks_for_fsdp2_on_the_mesh_of_the_file(name: str) -> None:
-    # Accelerate looks whether its usual port is free, which a launch beside this test may use.
+def test_launcher_environment_has_fsdp2_and_the_mesh_of_the_file(name: str) -> None:
+    # Name a free port, because another launch may use accelerate's default port.
     with socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Every way of activation checkpointing gives the same loss and gradients and repeats no kernel
+"""Activation checkpointing of every kind gives the same loss and gradients, and repeats no kernel
 call and no exchange.
 """
 
@@ -24,7 +24,7 @@ from recorded import recorded
 from turns import in_turn
 
 
-def model_with(switch: str | None, **changes: Any) -> LlamaForCausalLM:
+def make_model(switch: str | None, **changes: Any) -> LlamaForCausalLM:
     hf_distca.configure(settings(**changes))
     model = tiny_llama()
     if switch is not None:
@@ -32,7 +32,7 @@ def model_with(switch: str | None, **changes: Any) -> LlamaForCausalLM:
     return model
 
 
-def gradients(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+def get_grads(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     parameters = model.named_parameters()
     return {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in parameters}
 
@@ -41,12 +41,12 @@ Result = tuple[float, dict[str, torch.Tensor], list[str], list[int], int]
 
 
 def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
-    """Loss, gradients, collectives and counts of a training step, and how many layers ran a second
-    time.
+    """Run a training step. Return loss, gradients, collectives, counts, and the number of layers
+    that ran a second time.
     """
-    model = model_with(switch, kernel=kernel, ping_pong=ping_pong)
+    model = make_model(switch, kernel=kernel, ping_pong=ping_pong)
     session = current_session()
-    assert session.join_group().size >= 1  # made before recording starts
+    assert session.join_group().size >= 1  # makes the group before recording starts
     with recorded() as names:
         loss = model(**micro_batch(rank), use_cache=False).loss
         forwards = session.meter.calls
@@ -54,10 +54,10 @@ def step(rank: int, switch: str | None, kernel: str, ping_pong: bool) -> Result:
     meter = session.meter
     counts = [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
     again = meter.calls - forwards + meter.recomputed_calls
-    return float(loss.detach()), gradients(model), names, counts, again
+    return float(loss.detach()), get_grads(model), names, counts, again
 
 
-def recomputed_layers(switch: str) -> int:
+def count_recomputed_layers(switch: str) -> int:
     if switch.startswith("every"):
         return len(range(0, LAYERS, int(switch.split()[1])))
     return LAYERS
@@ -68,7 +68,7 @@ Plain = Callable[..., list[Any]]
 
 @pytest.fixture(scope="module")
 def plain(rank_pool: Callable[[int], RankPool]) -> Plain:
-    """What ranks give without any switch: the same for all of them, so it is run once."""
+    """Return a function that runs ranks without checkpointing, once for all tests."""
     return cache(lambda world, function, *args: rank_pool(world)(function, None, *args))
 
 
@@ -79,15 +79,14 @@ ONE_OF_EACH_KIND = [
     "checkpoint_wrapper",
     "DeepSpeed",
 ]
-# What the reference kernel runs, policies could save, too; the CPU kernel is one operation of its
-# own.
+# Policies could save what the reference kernel runs, too. The CPU kernel is a single operation.
 CASES = [(name, "cpu") for name in SWITCHES] + [
     (name, "reference") for name in SWITCHES if name.startswith("policy")
 ]
 
 
-WAYS = [(1, False), (2, False), (2, True)]  # ranks, and whether in halves
-# In halves and over ranks is where most could be repeated.
+WAYS = [(1, False), (2, False), (2, True)]  # ranks, and whether in ping-pong
+# Ping-pong over ranks has the most work that could be repeated.
 ALWAYS = [*product(ONE_OF_EACH_KIND, [(2, True)]), *product(["non-reentrant"], WAYS)]
 
 
@@ -99,7 +98,7 @@ ALWAYS = [*product(ONE_OF_EACH_KIND, [(2, True)]), *product(["non-reentrant"], W
         [(name, "cpu", *way) for name, way in ALWAYS],
     ),
 )
-def test_nothing_is_repeated(
+def test_checkpointing_repeats_no_kernel_call_and_no_exchange(
     rank_pool: Callable[[int], RankPool],
     plain: Plain,
     switch: str,
@@ -111,7 +110,7 @@ def test_nothing_is_repeated(
     wanted = plain(world, step, kernel, ping_pong)
     for got, want in zip(rank_pool(world)(step, switch, kernel, ping_pong), wanted, strict=True):
         loss, grads, names, counts, again = got
-        assert again == halves * recomputed_layers(switch), (
+        assert again == halves * count_recomputed_layers(switch), (
             "layers were not recomputed, so nothing was tested"
         )
         assert loss == pytest.approx(want[0], rel=1e-6)
@@ -124,35 +123,35 @@ def test_nothing_is_repeated(
         )
 
 
-def interleaved(
+def interleave(
     rank: int, switch: str | None, micro_batches: int
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Gradients of several micro-batches whose forwards all run before the first backward."""
-    model = model_with(switch)
+    """Compute gradients of micro-batches whose forwards all run before the first backward."""
+    model = make_model(switch)
     batches = [micro_batch(rank + 2 * n) for n in range(micro_batches)]
     losses = [model(**batch, use_cache=False).loss for batch in batches]
     for loss in losses:
         loss.backward()
     meter = current_session().meter
-    return gradients(model), [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
+    return get_grads(model), [meter.kernel_calls, meter.dispatches, meter.returns, meter.sent_bytes]
 
 
 @pytest.mark.parametrize("switch", ONE_OF_EACH_KIND)
-def test_recompute_after_other_forwards(
+def test_recompute_after_other_forwards_repeats_nothing(
     rank_pool: Callable[[int], RankPool], plain: Plain, switch: str
 ) -> None:
     for (grads, counts), (want, wanted) in zip(
-        rank_pool(2)(interleaved, switch, 3), plain(2, interleaved, 3), strict=True
+        rank_pool(2)(interleave, switch, 3), plain(2, interleave, 3), strict=True
     ):
         torch.testing.assert_close(grads, want, rtol=1e-5, atol=1e-7)
         assert counts == wanted
 
 
-def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tensor]:
-    """Gradients of the last of three steps; with `skip`, the forwards before it never see a
+def skip_backwards(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tensor]:
+    """Compute gradients of the last of three steps. With `skip`, the two forwards before it get no
     backward.
     """
-    model = model_with(switch)
+    model = make_model(switch)
     if skip:
         for n in (1, 2):
             forgotten = model(**micro_batch(rank + 2 * n), use_cache=False).loss
@@ -160,24 +159,24 @@ def skipping(rank: int, switch: str | None, skip: bool) -> dict[str, torch.Tenso
     if skip:
         del forgotten
     loss.backward()
-    return gradients(model)
+    return get_grads(model)
 
 
 @pytest.mark.parametrize("switch", [None, *ONE_OF_EACH_KIND])
-def test_forwards_without_backward_leave_nothing_behind(
+def test_forwards_without_backward_change_no_later_gradient(
     rank_pool: Callable[[int], RankPool], plain: Plain, switch: str | None
 ) -> None:
     for got, want in zip(
-        rank_pool(2)(skipping, switch, True), plain(2, skipping, False), strict=True
+        rank_pool(2)(skip_backwards, switch, True), plain(2, skip_backwards, False), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
 
-def alive(no_more_than: int = 0) -> int:
-    """Bytes of all tensors alive; looks again for 2 s while there are more than asked for.
+def count_live_bytes(no_more_than: int = 0) -> int:
+    """Count the bytes of live tensors. Try again for 2 s while there are more than asked for.
 
-    The threads of gloo let go of a finished exchange, and of the checkpoint in which it was
-    started, a moment late.
+    Threads of gloo release a finished exchange, and the checkpoint in which it started, a moment
+    late.
     """
     deadline = time.monotonic() + 2.0
     while True:
@@ -189,33 +188,33 @@ def alive(no_more_than: int = 0) -> int:
         time.sleep(0.02)
 
 
-def live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
-    """Bytes of tensors alive before, and after each of 10 steps, of which every fifth has no
-    backward.
+def measure_live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]:
+    """Count the bytes of live tensors before and after each of 10 steps, of which every fifth has
+    no backward.
 
-    Without the cycle collector, which would hide for a while that something is held for too long.
+    The cycle collector is off, because it would hide tensors that are held too long.
     """
-    model = model_with(switch)
+    model = make_model(switch)
     after: list[int] = []
     gc.collect()
     gc.disable()
     try:
         model(**micro_batch(rank), use_cache=False).loss.backward()  # fills caches
         model.zero_grad()
-        before = alive()
+        before = count_live_bytes()
         for n in range(10):
             loss = model(**micro_batch(rank + 2 * n), use_cache=False).loss
             if n % 5 != 4:
                 loss.backward()
             del loss
             model.zero_grad()
-            after.append(alive(no_more_than=before))
+            after.append(count_live_bytes(no_more_than=before))
     finally:
         gc.enable()
     return before, after
 
 
 @pytest.mark.parametrize("switch", in_turn([None, "reentrant", "non-reentrant"], 6))
-def test_live_tensors_do_not_grow(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
-    for before, after in rank_pool(2)(live_tensors, switch):
+def test_live_bytes_do_not_grow(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
+    for before, after in rank_pool(2)(measure_live_tensors, switch):
         assert max(after) <= before, (before, after)

@@ -1,4 +1,4 @@
-"""Dynamo leaves alone what a half of a layer does inside attention, also after the halves have
+"""Dynamo does not compile the inside of attention in a half of a layer, even after the halves have
 taken turns.
 """
 
@@ -16,7 +16,7 @@ from tiny_runs import rows, settings, tiny_llama
 
 
 def inner(x: torch.Tensor, traced: list[bool]) -> torch.Tensor:
-    """Stands for what attention calls, like the wait for an exchange."""
+    """Stand for the calls inside attention, such as the wait for an exchange."""
     traced.append(torch.compiler.is_dynamo_compiling())
     return x + 1
 
@@ -32,7 +32,7 @@ def _forget() -> None:
     torch._dynamo.reset()
 
 
-def test_attention_is_not_compiled_after_a_turn() -> None:
+def test_attention_stays_uncompiled_after_the_halves_take_turns() -> None:
     traced: list[bool] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -46,19 +46,19 @@ def test_attention_is_not_compiled_after_a_turn() -> None:
     assert traced == [False] * 4
 
 
-def two_forwards(rank: int) -> list[float]:
-    """The loss of a compiled model and of the same model; the group waits as long as that of the
-    world does.
+def run_two_forwards(rank: int) -> list[float]:
+    """Return the loss of a compiled model and of the same model uncompiled. The timeout is that of
+    the world.
     """
     hf_distca.configure(settings(ping_pong=True, timeout_seconds=None))
     model = tiny_llama("distca")
     torch._dynamo.reset()
     batch = hf_distca.PackingCollator()(rows(2)[rank : rank + 1])
-    compiled = torch.compile(model, backend="eager")(**batch, use_cache=False)  # it makes the group
+    compiled = torch.compile(model, backend="eager")(**batch, use_cache=False)  # makes the group
     return [compiled.loss.item(), model(**batch, use_cache=False).loss.item()]
 
 
 @pytest.mark.slow
-def test_the_group_is_made_by_a_compiled_layer(rank_pool: Callable[[int], RankPool]) -> None:
-    for compiled, plain in rank_pool(2)(two_forwards):
+def test_compiled_layer_makes_the_attention_group(rank_pool: Callable[[int], RankPool]) -> None:
+    for compiled, plain in rank_pool(2)(run_two_forwards):
         assert compiled == pytest.approx(plain, rel=1e-6)

@@ -1,6 +1,4 @@
-"""Losses and gradient norms under every engine are those of sdpa, and the engine that ran is the
-one that was meant.
-"""
+"""Under every engine, losses and gradient norms are those of sdpa, and the intended engine ran."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ QUICK = [
     Case("ZeRO-2", precision="float32"),
     Case("DDP, Trainer", ping_pong=True, ranks=4),
 ]
-# What runs by default; the others of QUICK are slow tests.
+# Cases of the default run; the others of QUICK are slow tests.
 ALWAYS = [
     Case("DDP, Trainer", precision="float32", ping_pong=True),
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
@@ -49,8 +47,8 @@ ALWAYS = [
 ]
 
 
-# Differences of losses and of norms of gradients. With bfloat16 weights, norms are numbers in
-# bfloat16, and may be neighbours.
+# Bounds for differences of losses and of gradient norms. With bfloat16 weights, norms are bfloat16
+# numbers, and may differ by one step.
 CLOSE = {
     "bf16": (1e-3, 4e-3),  # seen: 5.8e-5, 1.4e-3
     "mixed": (1e-3, 4e-3),  # 7.7e-5, 1.3e-3
@@ -74,7 +72,7 @@ def check(runs: Runs, case: Case) -> None:
         )
     outcome = runs.outcome(case)
     loss, norm = CLOSE[case.precision]
-    # In bf16 gradients of adapters alone are 5e-3 off, under any attention.
+    # In bf16, gradients of adapters alone differ by 5e-3 under any attention.
     if case.peft and case.precision != "float32":
         norm = 1e-2
     assert outcome.loss_difference is not None
@@ -89,12 +87,12 @@ def check(runs: Runs, case: Case) -> None:
     [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.slow) for case in QUICK],
     ids=str,
 )
-def test_equal_to_sdpa(runs: Runs, case: Case) -> None:
+def test_engine_with_distca_equals_sdpa(runs: Runs, case: Case) -> None:
     check(runs, case)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [case for case in cases() if case not in QUICK], ids=str)
-def test_whole_matrix(runs: Runs, case: Case) -> None:
+def test_engine_with_distca_equals_sdpa_in_the_whole_matrix(runs: Runs, case: Case) -> None:
     check(runs, case)

@@ -1,5 +1,5 @@
-"""On meshes of four ranks, core attention is shared by the ranks that hold different tokens and the
-same heads.
+"""On meshes of four ranks, the attention group holds the ranks with different tokens and the same
+heads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_llama import micro_batch, natively_sharded, settings
+from tiny_llama import load_sharded, micro_batch, settings
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
@@ -19,10 +19,10 @@ PAIRS_OF_TWO = [(0, 2), (1, 3), (0, 2), (1, 3)]
 ALL = [(0, 1, 2, 3)] * 4
 
 
-def group_of_a_model(rank: int, sizes: dict[str, int]) -> tuple[int, ...]:
+def find_group(rank: int, sizes: dict[str, int]) -> tuple[int, ...]:
     hf_distca.configure(settings())
     with tempfile.TemporaryDirectory() as folder:
-        model = natively_sharded(sizes, "distca", Path(folder)).train()
+        model = load_sharded(sizes, "distca", Path(folder)).train()
     model(**micro_batch(rank // sizes.get("tp_size", 1)), use_cache=False)
     return current_session().join_group().ranks
 
@@ -34,7 +34,7 @@ def group_of_a_model(rank: int, sizes: dict[str, int]) -> tuple[int, ...]:
         ({"fsdp_size": 2, "dp_replicate_size": 2}, ALL),
     ],
 )
-def test_group_of_a_model(
+def test_attention_group_of_a_mesh_has_ranks_with_different_tokens(
     rank_pool: Callable[[int], RankPool], sizes: dict[str, int], groups: list[tuple[int, ...]]
 ) -> None:
-    assert rank_pool(4)(group_of_a_model, sizes) == groups
+    assert rank_pool(4)(find_group, sizes) == groups

@@ -1,4 +1,4 @@
-"""The model, the packed batches and the settings that all tests of engines share."""
+"""The model, the packed batches and the settings of all engine tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ settings = partial(tiny_runs.settings, timeout_seconds=None)
 
 
 def tiny_llama(implementation: str = "distca") -> LlamaForCausalLM:
-    """The same random weights every time, in training mode."""
+    """Create the model with the same random weights every time, in training mode."""
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -38,16 +38,16 @@ def tiny_llama(implementation: str = "distca") -> LlamaForCausalLM:
     return LlamaForCausalLM(config).train()
 
 
-def natively_sharded(sizes: dict[str, int], implementation: str, folder: Path) -> PreTrainedModel:
-    """The tiny model, laid out on its ranks by transformers."""
+def load_sharded(sizes: dict[str, int], implementation: str, folder: Path) -> PreTrainedModel:
+    """Load the tiny model, sharded over its ranks by transformers."""
     from transformers.distributed import DistributedConfig
 
-    return loaded(implementation, folder, distributed_config=DistributedConfig(**sizes))
+    return load_model(implementation, folder, distributed_config=DistributedConfig(**sizes))
 
 
-def loaded(implementation: str, folder: Path, **options: Any) -> PreTrainedModel:
-    """The tiny model, written and loaded with `from_pretrained`."""
-    folders = [folder]  # in a distributed world only rank 0 writes: all read what it wrote
+def load_model(implementation: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """Save the tiny model and load it with `from_pretrained`."""
+    folders = [folder]  # only rank 0 saves, and all ranks load from its folder
     dist.broadcast_object_list(folders)
     if dist.get_rank() == 0:
         tiny_llama(implementation).save_pretrained(folder)
@@ -55,12 +55,12 @@ def loaded(implementation: str, folder: Path, **options: Any) -> PreTrainedModel
     model = AutoModelForCausalLM.from_pretrained(
         folders[0], attn_implementation=implementation, **options
     )
-    dist.barrier()  # the folder may be removed now
+    dist.barrier()  # after this, the folder may be removed
     return model
 
 
 def row(number: int) -> dict[str, list[list[int]]]:
-    """A packed row of 96 tokens: one long document if `number` is even, else many short ones."""
+    """Make a packed row of 96 tokens: one long document if `number` is even, else short ones."""
     generator = torch.Generator().manual_seed(number)
     lengths = LONG if number % 2 == 0 else SHORT
     return {

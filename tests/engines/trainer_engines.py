@@ -1,5 +1,5 @@
-"""Engines under a Trainer: each is the Trainer's arguments, and what proves that it prepared this
-engine.
+"""Engines under a Trainer: each consists of the Trainer's arguments and a check that it prepared
+this engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from case import (
     Case,
     NotThisEngineError,
     Run,
-    evidence_of_dtensors,
-    prepared,
+    describe_dtensors,
+    prepare_model,
 )
 from checkpointing import start_deepspeed
-from tiny_llama import LAYERS, loaded, natively_sharded, row, tiny_llama
+from tiny_llama import LAYERS, load_model, load_sharded, row, tiny_llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -41,7 +41,7 @@ import hf_distca
 from tiny_runs import COMMON
 
 
-def hugging_face(
+def run_trainer(
     case: Case,
     rank: int,
     implementation: str,
@@ -49,7 +49,9 @@ def hugging_face(
     make: Callable[[str, Path], PreTrainedModel] | None = None,
     **options: Any,
 ) -> Run:
-    """The Trainer on the same documents; `evidence` says which engine it prepared."""
+    """Train on the same documents with a Trainer. `evidence` checks and names the engine that it
+    prepared.
+    """
     kwargs = CHECKPOINTING[case.checkpointing]
     with tempfile.TemporaryDirectory() as folder:
         model = (
@@ -59,7 +61,7 @@ def hugging_face(
         )
         arguments = TrainingArguments(**training_options(case, folder, kwargs), **options)
         trainer = Trainer(
-            prepared(case, model),
+            prepare_model(case, model),
             arguments,
             data_collator=hf_distca.PackingCollator(),
             train_dataset=[
@@ -67,7 +69,7 @@ def hugging_face(
             ],
             callbacks=[hf_distca.DistCACallback(case.settings)],
         )
-        return finished(case, trainer, evidence)
+        return finish(case, trainer, evidence)
 
 
 def training_options(
@@ -85,8 +87,8 @@ def training_options(
         "bf16": case.precision in ("bf16", "bf16 weights"),
         "fp16": case.precision == "fp16",
         "max_grad_norm": 1e9,
-        # The Trainer knows a model that recomputes, for which DDP may not look for unused
-        # parameters, but not behind PEFT.
+        # Under recomputes, DDP must not look for unused parameters. The Trainer sets this, but not
+        # with PEFT.
         **(
             {"ddp_find_unused_parameters": False}
             if case.peft and checkpointing == CHECKPOINTING["reentrant"]
@@ -95,7 +97,7 @@ def training_options(
     }
 
 
-def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
+def finish(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -> Run:
     trainer.remove_callback(PrinterCallback)
     clock = Clock()
     trainer.add_callback(clock)
@@ -103,7 +105,7 @@ def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -
         scale_losses(trainer)
         trainer.add_callback(Overflow())
     trainer.train()
-    said = evidence(trainer) + (evidence_of_scaler(trainer) if case.precision == "fp16" else "")
+    said = evidence(trainer) + (check_scaler(trainer) if case.precision == "fp16" else "")
     logs = [log for log in trainer.state.log_history if "loss" in log]
     return Run.of(
         [log["loss"] for log in logs], [log["grad_norm"] for log in logs], clock.started, said
@@ -111,7 +113,7 @@ def finished(case: Case, trainer: Trainer, evidence: Callable[[Trainer], str]) -
 
 
 class Clock(TrainerCallback):
-    """Notes when steps begin."""
+    """Records the time at which each step begins."""
 
     def __init__(self) -> None:
         self.started: list[float] = []
@@ -121,7 +123,7 @@ class Clock(TrainerCallback):
 
 
 class Overflow(TrainerCallback):
-    """Gradients of rank 1 alone are infinite in the second step, from the end of the last layer
+    """Makes gradients of rank 1 alone infinite in the second step, from the end of the last layer
     on.
     """
 
@@ -144,31 +146,31 @@ class Overflow(TrainerCallback):
 
 
 def scale_losses(trainer: Trainer) -> None:
-    """What accelerate does for `fp16=True` on a GPU. On a CPU it trains in float32, without a
-    word.
+    """Add the gradient scaler that accelerate uses for `fp16=True` on a GPU. On a CPU it silently
+    trains in float32.
     """
     trainer.accelerator.native_amp = True
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
 
 
-def evidence_of_scaler(trainer: Trainer) -> str:
+def check_scaler(trainer: Trainer) -> str:
     scaler = trainer.accelerator.scaler
     began, scale = scaler._init_scale, scaler.get_scale()
     if scale != began * scaler.get_backoff_factor():
         raise NotThisEngineError(
-            f"the scale of gradients went from {began:g} to {scale:g}: not one step overflowed"
+            f"the scale of gradients went from {began:g} to {scale:g}, not by one overflow"
         )
     return f", scale {scale:g}"
 
 
-def wrapped_in_ddp(trainer: Trainer) -> str:
+def check_ddp(trainer: Trainer) -> str:
     wrapped = trainer.model_wrapped
     if not isinstance(wrapped, DistributedDataParallel):
         raise NotThisEngineError(f"{type(wrapped).__name__} in place of DistributedDataParallel")
     return f"{type(trainer).__name__} with {type(wrapped).__name__}"
 
 
-def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
+def check_deepspeed(stage: int, trainer: Trainer) -> str:
     engine = trainer.model_wrapped
     seen = engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None
     whole = [p for p in engine.module.parameters() if not hasattr(p, "ds_tensor")]
@@ -180,8 +182,8 @@ def wrapped_in_deepspeed(stage: int, trainer: Trainer) -> str:
     return f"{type(engine).__name__}, ZeRO-{seen}, {type(engine.optimizer).__name__}"
 
 
-def sharded_by_trainer(trainer: Trainer) -> str:
-    evidence = evidence_of_dtensors(trainer.model)
+def check_sharding(trainer: Trainer) -> str:
+    evidence = describe_dtensors(trainer.model)
     return evidence + f", {type(trainer.model_wrapped).__name__}"
 
 
@@ -196,29 +198,27 @@ def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    return hugging_face(
-        case, rank, implementation, partial(wrapped_in_deepspeed, stage), deepspeed=config
+    return run_trainer(
+        case, rank, implementation, partial(check_deepspeed, stage), deepspeed=config
     )
 
 
 def native(case: Case, rank: int, implementation: str, replicas: int = 1) -> Run:
-    """transformers' own FSDP2, and HSDP with several replicas."""
+    """Train with transformers' FSDP2, or HSDP with several replicas."""
     sizes = {"fsdp_size": case.ranks // replicas} | (
         {"dp_replicate_size": replicas} if replicas > 1 else {}
     )
-    return hugging_face(
-        case, rank, implementation, sharded_by_trainer, partial(natively_sharded, sizes)
-    )
+    return run_trainer(case, rank, implementation, check_sharding, partial(load_sharded, sizes))
 
 
 def compiled_by_trainer(case: Case, rank: int, implementation: str) -> Run:
-    """The Trainer with `torch_compile=True`, which generates C++ (Inductor)."""
-    # It does not notice that a model has other hooks than the one of the run before.
+    """Train with `torch_compile=True`, which generates C++ (Inductor)."""
+    # Dynamo does not notice that this model has other hooks than the model of the previous run.
     torch._dynamo.reset()
-    return hugging_face(case, rank, implementation, compiled_in_ddp, torch_compile=True)
+    return run_trainer(case, rank, implementation, check_compiled_ddp, torch_compile=True)
 
 
-def compiled_in_ddp(trainer: Trainer) -> str:
+def check_compiled_ddp(trainer: Trainer) -> str:
     wrapped, backend = trainer.model_wrapped, trainer.accelerator.state.dynamo_plugin.backend.value
     inner = getattr(wrapped, "_orig_mod", None)
     if not isinstance(inner, DistributedDataParallel) or backend != "INDUCTOR":
@@ -227,19 +227,19 @@ def compiled_in_ddp(trainer: Trainer) -> str:
 
 
 def quantized(case: Case, rank: int, implementation: str) -> Run:
-    """QLoRA: adapters on a frozen base in 4 bits."""
+    """Train with QLoRA: adapters on a frozen base in 4 bits."""
 
     def make(implementation: str, folder: Path) -> PreTrainedModel:
         compute = COMPUTED[case.precision]
         config = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute
         )
-        return loaded(implementation, folder, quantization_config=config)
+        return load_model(implementation, folder, quantization_config=config)
 
-    return hugging_face(case, rank, implementation, frozen_in_4_bits, make)
+    return run_trainer(case, rank, implementation, check_4_bits, make)
 
 
-def frozen_in_4_bits(trainer: Trainer) -> str:
+def check_4_bits(trainer: Trainer) -> str:
     from bitsandbytes.nn import Linear4bit
 
     layers = [module for module in trainer.model.modules() if isinstance(module, Linear4bit)]
@@ -252,12 +252,12 @@ def frozen_in_4_bits(trainer: Trainer) -> str:
         raise NotThisEngineError(
             f"{len(packed)} of {len(layers)} layers are frozen in 4 bits, not {7 * LAYERS}"
         )
-    return f"{wrapped_in_ddp(trainer)}, {len(packed)} linear layers in 4 bits"
+    return f"{check_ddp(trainer)}, {len(packed)} linear layers in 4 bits"
 
 
 def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
-    """accelerate's FSDP2 plugin, which it would leave out on a CPU: told here that the world is one
-    of another accelerator.
+    """Train with accelerate's FSDP2 plugin. accelerate skips it on a CPU, so its state names
+    another accelerator.
     """
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -266,16 +266,16 @@ def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     wrap = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     wrapped_checkpointing = case.checkpointing == "non-reentrant"
-    if wrapped_checkpointing:  # the way of this engine: torch's checkpoint_wrapper
+    if wrapped_checkpointing:  # the checkpointing of this engine: torch's checkpoint_wrapper
         wrap["activation_checkpointing"] = True
         case = replace(case, checkpointing="off")
     state = {"use_configured_state": True}
     options = {"fsdp": "full_shard auto_wrap", "fsdp_config": wrap, "accelerator_config": state}
-    return hugging_face(case, rank, implementation, sharded_by_trainer, **options)
+    return run_trainer(case, rank, implementation, check_sharding, **options)
 
 
 def trl(case: Case, rank: int, implementation: str) -> Run:
-    """TRL's SFTTrainer, which packs the documents itself."""
+    """Train with TRL's SFTTrainer, which packs the documents itself."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -294,7 +294,7 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
         options = training_options(case, folder, checkpointing) | {"remove_unused_columns": True}
         arguments = SFTConfig(**options, packing=True, max_length=96, dataset_num_proc=None)
         trainer = SFTTrainer(
-            prepared(case, tiny_llama(implementation)),
+            prepare_model(case, tiny_llama(implementation)),
             arguments,
             train_dataset=Dataset.from_dict({"input_ids": documents}),
             processing_class=PreTrainedTokenizerFast(
@@ -302,8 +302,8 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
             ),
             callbacks=[hf_distca.DistCACallback(case.settings)],
         )
-        # Packing puts rows of long documents first: let them alternate with the others, for work to
-        # move in every step.
+        # Packing puts rows of long documents first. Alternate them with the others, so that work
+        # moves in every step.
         rows, half = trainer.train_dataset, len(trainer.train_dataset) // 2
         trainer.train_dataset = rows.select([n // 2 + n % 2 * half for n in range(2 * half)])
-        return finished(case, trainer, wrapped_in_ddp)
+        return finish(case, trainer, check_ddp)

@@ -1,5 +1,5 @@
-"""Batches that describe no documents get an error that says where; what is odd but meant keeps its
-meaning.
+"""Batches that describe no documents raise an error that names the place. Unusual but valid batches
+keep their meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ranks import RankPool
 from tiny_runs import settings, tiny_llama
 
 
-def lengths_of(positions: list[list[int]]) -> list[int]:
+def read_lengths(positions: list[list[int]]) -> list[int]:
     return (
         TokenBatch(len(positions), len(positions[0]), position_ids=torch.tensor(positions))
         .read_documents()
@@ -32,16 +32,16 @@ def lengths_of(positions: list[list[int]]) -> list[int]:
     )
 
 
-def test_a_jump_or_a_repeat_begins_no_document() -> None:
-    assert lengths_of([[0, 1, 2, 7, 8]]) == [5]
-    assert lengths_of([[0, 1, 1, 1, 2]]) == [5]
-    assert lengths_of([[0, 0, 0, 1, 0]]) == [1, 1, 2, 1]
-    assert lengths_of([[0, 1, 7, 0, 3], [0, 4, 5, 6, 9]]) == [3, 2, 5]
+def test_jump_or_repeat_in_position_ids_begins_no_document() -> None:
+    assert read_lengths([[0, 1, 2, 7, 8]]) == [5]
+    assert read_lengths([[0, 1, 1, 1, 2]]) == [5]
+    assert read_lengths([[0, 0, 0, 1, 0]]) == [1, 1, 2, 1]
+    assert read_lengths([[0, 1, 7, 0, 3], [0, 4, 5, 6, 9]]) == [3, 2, 5]
 
 
-def test_documents_begin_where_positions_restart() -> None:
-    """As under transformers' flash attention; its masks of other attention take each jump for a
-    document, too.
+def test_documents_begin_where_position_ids_restart() -> None:
+    """transformers reads documents in the same way for flash attention. Its masks for other
+    attention also begin a document at each jump.
     """
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -55,15 +55,15 @@ def test_documents_begin_where_positions_restart() -> None:
                 restart[:, at], 0, positions[:, max(at - 1, 0)] + steps[:, at]
             )
         (bounds, _), _ = prepare_fa_kwargs_from_position_ids(positions)
-        assert lengths_of(positions.tolist()) == bounds.diff().tolist()
+        assert read_lengths(positions.tolist()) == bounds.diff().tolist()
 
 
-def test_a_fall_that_is_no_restart_is_refused() -> None:
+def test_position_ids_that_fall_without_a_restart_are_refused() -> None:
     with pytest.raises(
         LayoutError, match=r"position_ids\[1, 3\] falls from 2 to 1: .*cu_seq_lens_q"
     ):
-        lengths_of([[0, 1, 2, 0, 1], [0, 1, 2, 1, 2]])
-    assert lengths_of([[7, 8, 9, 7, 8]]) == [3, 2], "a row of evaluation may begin anywhere"
+        read_lengths([[0, 1, 2, 0, 1], [0, 1, 2, 1, 2]])
+    assert read_lengths([[7, 8, 9, 7, 8]]) == [3, 2], "an evaluation row may begin at any position"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_fall_that_is_no_restart_is_refused() -> None:
         ({"padding": torch.zeros(2, 3)}, "and torch.float32 for a"),
     ],
 )
-def test_what_describes_no_batch_is_named(given: dict[str, Any], text: str) -> None:
+def test_layout_error_names_the_input_that_is_wrong(given: dict[str, Any], text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         TokenBatch(2, 3, **given).read_documents()
 
@@ -107,7 +107,7 @@ def test_what_describes_no_batch_is_named(given: dict[str, Any], text: str) -> N
         (((3, 4), (0, 0)), "or give neither"),
     ],
 )
-def test_packed_documents_are_checked_when_made(arguments: Any, text: str) -> None:
+def test_invalid_arguments_of_packed_documents_are_refused(arguments: Any, text: str) -> None:
     with pytest.raises(LayoutError, match=text):
         PackedDocuments(*arguments)
 
@@ -124,22 +124,22 @@ def jump_where_documents_span(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_jump_where_documents_span_ranks_is_an_error_on_all(
+def test_jump_in_positions_is_an_error_on_all_ranks_that_share_documents(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     for message in rank_pool(2)(jump_where_documents_span):
         assert "1 run(s) start at position 7 (on ranks [0]) and 0 end there (on" in message
 
 
-def model_and_batch(rank: int) -> tuple[LlamaForCausalLM, dict[str, Any]]:
-    """Rank 0 has a long document, and work to give away."""
+def make_model_and_batch(rank: int) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """Make a model and a batch; rank 0 has a long document, whose work another rank shares."""
     hf_distca.configure(settings())
     documents = [[7] * length for length in ([96], [16, 16])[rank]]
     return tiny_llama("distca"), hf_distca.PackingCollator()([{"documents": documents}])
 
 
-def nan_travels(rank: int) -> tuple[int, list[bool]]:
-    model, batch = model_and_batch(rank)
+def find_nan_rows(rank: int) -> tuple[int, list[bool]]:
+    model, batch = make_model_and_batch(rank)
     poisoned = {0: 95, 1: 20}[rank]
 
     def poison(_module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -151,22 +151,19 @@ def nan_travels(rank: int) -> tuple[int, list[bool]]:
     return current_session().meter.sent_bytes, logits.isnan().any(1).tolist()
 
 
-def test_nan_comes_out_where_it_must_and_in_no_other_document(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    (sent, first), (_, second) = rank_pool(2)(nan_travels)
-    assert sent, "the last rows of the long document are computed elsewhere"
-    # Rows before the key, in its document, may be NaN too: kernels multiply values that are masked
-    # by 0.
+def test_nan_of_a_document_reaches_no_other_document(rank_pool: Callable[[int], RankPool]) -> None:
+    (sent, first), (_, second) = rank_pool(2)(find_nan_rows)
+    assert sent, "another rank computes the last rows of the long document"
+    # Earlier rows of the same document may be NaN, too: kernels multiply masked values by 0.
     assert first[95]
     assert second == [False] * 16 + second[16:20] + [True] * 12
 
 
-def plans_without_pickle(rank: int) -> int:
-    model, batch = model_and_batch(rank)
+def train_without_pickle(rank: int) -> int:
+    model, batch = make_model_and_batch(rank)
 
     def forbidden(*_: object, **__: object) -> None:
-        raise AssertionError("something from another rank was unpickled")
+        raise AssertionError("data from another rank was unpickled")
 
     modules = [(pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (torch, "load")]
     modules.append((torch.distributed.distributed_c10d, "_unpickler"))
@@ -177,5 +174,5 @@ def plans_without_pickle(rank: int) -> int:
     return current_session().meter.sent_bytes
 
 
-def test_what_comes_from_other_ranks_is_data(rank_pool: Callable[[int], RankPool]) -> None:
-    assert sum(rank_pool(2)(plans_without_pickle)) > 0
+def test_data_from_other_ranks_is_never_unpickled(rank_pool: Callable[[int], RankPool]) -> None:
+    assert sum(rank_pool(2)(train_without_pickle)) > 0

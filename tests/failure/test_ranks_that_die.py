@@ -1,5 +1,5 @@
-"""A rank dies, or raises and exits: the others end in an error at once, and every process ends by
-itself.
+"""If a rank dies, or raises and exits, the others end in an error at once, and every process ends
+by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiny_runs import settings, tiny_llama
 
 TIMEOUT = 20.0
 WORLD = 3
-# A process that is not over by then hangs.
+# A process that runs longer hangs.
 LIMIT = 120.0
 
 
@@ -36,7 +36,7 @@ def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> 
     dist.barrier()
     started = time.monotonic()
     if rank == culprit:
-        # The local tasks run between a dispatch and its return.
+        # Local tasks run between a dispatch and its return.
         doomed = {"dies": lambda *_: os._exit(9), "raises": lambda *_: 1 / 0}[doom]
         with patch.object(CpuKernel, "forward", doomed):
             model(**batch, use_cache=False)
@@ -44,11 +44,13 @@ def train(rank: int, store: Path, culprit: int, doom: str, pipe: Connection) -> 
         model(**batch, use_cache=False).loss.backward()
     except hf_distca.DistCADesyncError as error:
         pipe.send((str(error), time.monotonic() - started))
-    # No clean-up: what a script that fails leaves behind must not keep its process.
+    # No clean-up: the process of a script that fails must end although its groups stay open.
 
 
 def run(doom: str, culprit: int) -> tuple[dict[int, tuple[str, float]], list[int | None]]:
-    """What survivors caught and after how many seconds, and the exit codes of all."""
+    """Run the ranks. Return the error that each survivor caught, with its seconds, and the exit
+    codes of all.
+    """
     found: dict[int, tuple[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         pipes = [Pipe(duplex=False) for _ in range(WORLD)]
@@ -76,10 +78,10 @@ def check_survivors(found: dict[int, tuple[str, float]], culprit: int, layers: s
         assert "when a connection among ranks (0, 1, 2) was closed" in message
         assert any(f"of layer {layer} of micro-batch 2" in message for layer in layers)
         assert "last together when comparing plans of micro-batch 2" in message
-        assert seconds < TIMEOUT / 2, "a connection that closes needs no timeout"
+        assert seconds < TIMEOUT / 2, "a closed connection ends the wait before the timeout"
 
 
-def test_a_rank_that_dies_between_a_dispatch_and_its_return() -> None:
+def test_survivors_raise_at_once_when_a_rank_dies_during_an_exchange() -> None:
     found, codes = run("dies", 1)
     check_survivors(found, 1)
     assert all(
@@ -89,9 +91,9 @@ def test_a_rank_that_dies_between_a_dispatch_and_its_return() -> None:
     assert codes == [0, 9, 0]
 
 
-def test_a_rank_that_raises_and_ends() -> None:
+def test_survivors_name_the_error_of_a_rank_that_raised() -> None:
     found, codes = run("raises", 0)
-    check_survivors(found, 0, layers="01")  # one that has served rank 0 has gone on to the next
+    check_survivors(found, 0, layers="01")  # a rank that has served rank 0 may be in the next layer
     for message, _ in found.values():
         assert (
             "rank 0 raised ZeroDivisionError while computing layer 0 of micro-batch 2: division by"

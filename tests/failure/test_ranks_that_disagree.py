@@ -1,5 +1,5 @@
-"""Ranks that disagree end in `DistCADesyncError` within the timeout, which says where each of them
-was.
+"""Ranks that disagree end in `DistCADesyncError` within the timeout. The error names the place of
+each rank.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
 from tiny_runs import settings, tiny_llama
 
-# Short where a rank waits until it is over, longer where the end must come before.
+# Short if a rank waits for the whole timeout, longer if the error must come earlier.
 TIMEOUT = 4.0
 PATIENCE = 4.0
-# Between the end of a wait and the report of it, on a machine that is busy.
+# Seconds between the end of a wait and its report, on a busy machine.
 SLACK = 2.0
 Found = tuple[str, str, float]
 
@@ -40,15 +40,15 @@ def batch(rank: int, **more: Any) -> dict[str, Any]:
 
 def configure(**changes: Any) -> None:
     hf_distca.configure(settings(**{"kernel": "cpu", "timeout_seconds": TIMEOUT, **changes}))
-    assert current_session().join_group().size > 1  # made together, before anything goes wrong
+    assert current_session().join_group().size > 1  # made by all ranks before any error
 
 
 def step(model: LlamaForCausalLM, rank: int, **more: Any) -> None:
     model(**batch(rank, **more), use_cache=False).loss.backward()
 
 
-def outcome(run: Callable[[], object]) -> Found:
-    """Name and text of the error that ended `run`, and after how many seconds."""
+def run_until_error(run: Callable[[], object]) -> Found:
+    """Run, and return the name and text of the error, and the seconds until then."""
     started = time.monotonic()
     try:
         run()
@@ -65,50 +65,48 @@ def check_desync(found: Found, *texts: str, within: float = TIMEOUT + SLACK) -> 
         assert text in message
 
 
-def warms_up(rank: int) -> None:
+def warm_up(rank: int) -> None:
     configure(timeout_seconds=60.0)
     step(tiny_llama("distca"), rank)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm(rank_pool: Callable[[int], RankPool]) -> None:
-    """What a process does once, and takes a busy machine seconds, is not what these tests wait
-    for.
-    """
-    rank_pool(2)(warms_up)
-    rank_pool(3)(warms_up)
+    """Run one step in each process, because the first one takes seconds on a busy machine."""
+    rank_pool(2)(warm_up)
+    rank_pool(3)(warm_up)
 
 
 Waiting = Callable[..., list[Any]]
 
 
-def alone(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What two ranks of their own give."""
+def run_alone(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run two new ranks and return their results."""
     with closing(RankPool(2)) as pool:
-        if function is not makes_no_group:
-            pool(warms_up)
+        if function is not make_no_group:
+            pool(warm_up)
         return pool(function, *args)
 
 
 @pytest.fixture(scope="module")
 def waiting() -> Iterator[Waiting]:
-    """Runs two ranks of which one waits until its time is over: the first to be asked for, and all
-    others beside it.
+    """Return a function that runs two ranks, of which one waits for its timeout. The first call
+    starts all cases at once.
     """
     with ThreadPoolExecutor(len(WAITING)) as threads:
-        started = {case: threads.submit(alone, *case) for case in WAITING}
-        yield lambda *case: started[case].result() if case in started else alone(*case)
+        started = {case: threads.submit(run_alone, *case) for case in WAITING}
+        yield lambda *case: started[case].result() if case in started else run_alone(*case)
 
 
-def skips_a_forward(rank: int) -> Found:
+def skip_a_forward(rank: int) -> Found:
     configure()
     model = tiny_llama("distca")
     step(model, rank)
-    return outcome(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
+    return run_until_error(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
 
 
-def test_a_rank_that_skips_a_forward(waiting: Waiting) -> None:
-    waited, _ = waiting(skips_a_forward)
+def test_skipped_forward_ends_the_waiting_rank_in_an_error(waiting: Waiting) -> None:
+    waited, _ = waiting(skip_a_forward)
     check_desync(
         waited,
         f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while planning micro-batch 2",
@@ -117,10 +115,10 @@ def test_a_rank_that_skips_a_forward(waiting: Waiting) -> None:
     )
 
 
-def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
+def train_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
     configure(ping_pong=ping_pong)
     model = tiny_llama("distca", layers=1 if rank == fewer else 2)
-    return outcome(lambda: (step(model, rank), step(model, rank)))
+    return run_until_error(lambda: (step(model, rank), step(model, rank)))
 
 
 @pytest.mark.parametrize(
@@ -131,8 +129,10 @@ def has_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
         *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False))),
     ],
 )
-def test_a_rank_with_fewer_layers(waiting: Waiting, ping_pong: bool, fewer: int) -> None:
-    results = waiting(has_fewer_layers, ping_pong, fewer)
+def test_fewer_layers_on_one_rank_end_both_in_an_error(
+    waiting: Waiting, ping_pong: bool, fewer: int
+) -> None:
+    results = waiting(train_fewer_layers, ping_pong, fewer)
     for rank, found in enumerate(results):
         check_desync(found)
         waited = rf"rank {rank} (waited up to|was waiting for the .* when a connection among ranks)"
@@ -144,16 +144,16 @@ def test_a_rank_with_fewer_layers(waiting: Waiting, ping_pong: bool, fewer: int)
     assert f"rank {1 - fewer} waited in vain while waiting for the" in less[1], less
 
 
-def skips_a_backward(rank: int) -> Found:
+def skip_a_backward(rank: int) -> Found:
     configure()
     model = tiny_llama("distca")
     if rank == 1:
-        return outcome(lambda: [model(**batch(rank), use_cache=False) for _ in range(2)])
-    return outcome(lambda: step(model, rank))
+        return run_until_error(lambda: [model(**batch(rank), use_cache=False) for _ in range(2)])
+    return run_until_error(lambda: step(model, rank))
 
 
-def test_a_rank_that_skips_a_backward(waiting: Waiting) -> None:
-    results = waiting(skips_a_backward)
+def test_skipped_backward_ends_both_ranks_in_an_error(waiting: Waiting) -> None:
+    results = waiting(skip_a_backward)
     check_desync(
         results[0],
         "of layer 1 of micro-batch 1",
@@ -167,19 +167,19 @@ def test_a_rank_that_skips_a_backward(waiting: Waiting) -> None:
     )
 
 
-def skips_a_backward_without_messages(rank: int) -> tuple[Found, int]:
+def skip_a_backward_without_messages(rank: int) -> tuple[Found, int]:
     configure(tolerance=0.1, timeout_seconds=PATIENCE)
     model = tiny_llama("distca")
     loss = model(**batch(rank), use_cache=False).loss
     if rank != 2:
         loss.backward()
-    return outcome(lambda: step(model, rank)), current_session().meter.sent_bytes
+    return run_until_error(lambda: step(model, rank)), current_session().meter.sent_bytes
 
 
-def test_exchanges_are_counted_also_where_no_message_travels(
+def test_exchanges_without_messages_are_counted_and_compared(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    results = rank_pool(3)(skips_a_backward_without_messages)
+    results = rank_pool(3)(skip_a_backward_without_messages)
     assert results[2][1] == 0
     for found, _ in results:
         check_desync(
@@ -190,7 +190,7 @@ def test_exchanges_are_counted_also_where_no_message_travels(
         )
 
 
-def differs(rank: int, what: str) -> Found:
+def differ(rank: int, what: str) -> Found:
     odd = rank == 1
     configure(
         timeout_seconds=PATIENCE,
@@ -214,7 +214,7 @@ def differs(rank: int, what: str) -> Found:
     if what == "nano-batches" and odd:
         changed = patch.object(nano_batch_layers, "_choose_nano_batches", lambda *_: None)
     with changed:
-        return outcome(lambda: model(**data, use_cache=False))
+        return run_until_error(lambda: model(**data, use_cache=False))
 
 
 @pytest.mark.parametrize(
@@ -235,30 +235,30 @@ def differs(rank: int, what: str) -> Found:
         ),
     ],
 )
-def test_differences_are_found_while_planning(
+def test_difference_between_ranks_is_an_error_while_planning(
     rank_pool: Callable[[int], RankPool], what: str, text: str
 ) -> None:
-    for found in rank_pool(2)(differs, what):
+    for found in rank_pool(2)(differ, what):
         check_desync(found, text.format("micro-batch 1"), within=PATIENCE)
 
 
-def sleeps(rank: int) -> Found:
+def sleep(rank: int) -> Found:
     configure()
     model = tiny_llama("distca")
     if rank == 1:
         model.model.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(TIMEOUT + 1))
-    return outcome(lambda: step(model, rank))
+    return run_until_error(lambda: step(model, rank))
 
 
-def test_a_rank_that_sleeps(waiting: Waiting) -> None:
-    awake, asleep = waiting(sleeps)
+def test_sleep_past_the_timeout_ends_both_ranks_in_an_error(waiting: Waiting) -> None:
+    awake, asleep = waiting(sleep)
     check_desync(awake, "rank 0 waited", "of layer 1 of micro-batch 1", "rank 1 is silent")
     check_desync(
         asleep, "of layer 1 of micro-batch 1", "rank 0 waited in vain", within=TIMEOUT + 1 + SLACK
     )
 
 
-def raises(rank: int, direction: str, culprit: int) -> Found:
+def raise_in_a_kernel(rank: int, direction: str, culprit: int) -> Found:
     configure(timeout_seconds=PATIENCE)
     model = tiny_llama("distca")
 
@@ -267,15 +267,15 @@ def raises(rank: int, direction: str, culprit: int) -> Found:
 
     broken = patch.object(CpuKernel, direction, fail) if rank == culprit else nullcontext()
     with broken:
-        return outcome(lambda: step(model, rank))
+        return run_until_error(lambda: step(model, rank))
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_rank_that_raises_in_a_kernel(
+def test_error_in_a_kernel_is_named_on_the_other_rank(
     rank_pool: Callable[[int], RankPool], direction: str, culprit: int
 ) -> None:
-    results = rank_pool(2)(raises, direction, culprit)
+    results = rank_pool(2)(raise_in_a_kernel, direction, culprit)
     layer = 0 if direction == "forward" else 1
     assert results[culprit][:2] == ("KernelError", "out of luck")
     check_desync(
@@ -287,38 +287,40 @@ def test_a_rank_that_raises_in_a_kernel(
     )
 
 
-def evaluates(rank: int) -> list[Found]:
+def evaluate(rank: int) -> list[Found]:
     configure()
     model = tiny_llama("distca")
     if rank == 0:
-        return [outcome(lambda: step(model, rank))]
+        return [run_until_error(lambda: step(model, rank))]
     model.eval()
-    alone = outcome(lambda: model(**batch(rank), use_cache=False))
+    alone = run_until_error(lambda: model(**batch(rank), use_cache=False))
     time.sleep(TIMEOUT + 1)
     model.train()
-    return [alone, outcome(lambda: step(model, rank))]
+    return [alone, run_until_error(lambda: step(model, rank))]
 
 
-def test_a_rank_that_evaluates(waiting: Waiting) -> None:
-    (trains,), (alone, late) = waiting(evaluates)
+def test_training_rank_ends_in_an_error_while_another_evaluates(waiting: Waiting) -> None:
+    (trains,), (alone, late) = waiting(evaluate)
     check_desync(trains, "while planning micro-batch 1", "rank 1 is silent")
-    assert alone[0] == "", "evaluation needs nobody else"
+    assert alone[0] == "", "evaluation needs no other rank"
     check_desync(late, "rank 0 waited in vain while planning micro-batch 1", within=SLACK)
 
 
-def gives_bad_positions(rank: int, ping_pong: bool) -> Found:
+def give_bad_positions(rank: int, ping_pong: bool) -> Found:
     configure(ping_pong=ping_pong, timeout_seconds=PATIENCE)
     model = tiny_llama("distca")
     data = batch(rank)
     del data["distca_documents"]
     if rank == 1:
         data["position_ids"][0, 17] = -5
-    return outcome(lambda: model(**data, use_cache=False))
+    return run_until_error(lambda: model(**data, use_cache=False))
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_a_rank_with_a_bad_batch(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
-    waits, bad = rank_pool(2)(gives_bad_positions, ping_pong)
+def test_bad_batch_on_one_rank_ends_both_in_an_error(
+    rank_pool: Callable[[int], RankPool], ping_pong: bool
+) -> None:
+    waits, bad = rank_pool(2)(give_bad_positions, ping_pong)
     assert bad[0] == "LayoutError"
     assert bad[1].startswith("rank 1: position_ids[0, 17] is -5")
     check_desync(
@@ -330,23 +332,23 @@ def test_a_rank_with_a_bad_batch(rank_pool: Callable[[int], RankPool], ping_pong
     )
 
 
-def makes_no_group(rank: int) -> Found:
+def make_no_group(rank: int) -> Found:
     hf_distca.configure(hf_distca.DistCAConfig(timeout_seconds=TIMEOUT))
-    return outcome(current_session().join_group) if rank == 0 else ("", "", 0.0)
+    return run_until_error(current_session().join_group) if rank == 0 else ("", "", 0.0)
 
 
-def test_a_rank_that_never_trains(waiting: Waiting) -> None:
+def test_missing_rank_ends_the_making_of_the_group_in_an_error(waiting: Waiting) -> None:
     error = f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while making their attention group"
-    check_desync(waiting(makes_no_group)[0], error)
+    check_desync(waiting(make_no_group)[0], error)
 
 
-# In the default run: what ends only with a timeout. They take no processor meanwhile.
+# Cases of the default run that end only with a timeout. While they wait, they use no processor.
 WAITING = [
-    (skips_a_forward,),
-    (has_fewer_layers, False, 0),
-    (has_fewer_layers, True, 1),
-    (skips_a_backward,),
-    (sleeps,),
-    (evaluates,),
-    (makes_no_group,),
+    (skip_a_forward,),
+    (train_fewer_layers, False, 0),
+    (train_fewer_layers, True, 1),
+    (skip_a_backward,),
+    (sleep,),
+    (evaluate,),
+    (make_no_group,),
 ]

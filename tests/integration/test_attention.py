@@ -1,6 +1,4 @@
-"""The attention and mask functions on one rank: local path, padding, caches, and what is
-refused.
-"""
+"""The attention and mask functions on one rank: local path, padding, caches and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from hf_distca.integration.hooks.mask import distca_mask
 from tiny_runs import SIZES, tiny_llama
 
 
-def tokens(*shape: int) -> torch.Tensor:
+def draw_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(3))
 
 
@@ -41,8 +39,8 @@ def _defaults() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("training", [True, False])
-def test_padding(side: str, training: bool) -> None:
-    ids, mask = tokens(3, 20), torch.ones(3, 20, dtype=torch.long)
+def test_padding_on_any_side_keeps_the_logits_of_sdpa(side: str, training: bool) -> None:
+    ids, mask = draw_tokens(3, 20), torch.ones(3, 20, dtype=torch.long)
     if side != "right":
         mask[1, :6] = 0
     if side != "left":
@@ -55,11 +53,9 @@ def test_padding(side: str, training: bool) -> None:
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
-def test_every_key_of_documents_equals_positions() -> None:
-    """Beside positions and what loaders add for flash attention; and alone, where the model counts
-    the whole row.
-    """
-    model, ids, said = tiny_llama("distca").train(), tokens(1, 12), say_documents((7, 5))
+def test_each_document_key_gives_the_logits_of_position_ids() -> None:
+    """Each key is given with position ids and the arguments for flash attention, and then alone."""
+    model, ids, said = tiny_llama("distca").train(), draw_tokens(1, 12), say_documents((7, 5))
     positions = {"position_ids": said["position_ids"]}
     by_positions = model(input_ids=ids, use_cache=False, **positions).logits
     flash = {"cu_seq_lens_k": said["cu_seq_lens_q"], "max_length_q": 7, "max_length_k": 7}
@@ -72,9 +68,9 @@ def test_every_key_of_documents_equals_positions() -> None:
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
-def test_documents_stay_apart_beside_padding(key: str) -> None:
-    """Without position ids the model counts the whole row, which would make it one document."""
-    model, ids = tiny_llama("distca").train(), tokens(1, 8)
+def test_packed_documents_in_a_padded_row_stay_apart(key: str) -> None:
+    """The batch has no position ids, so the model counts positions over the whole row."""
+    model, ids = tiny_llama("distca").train(), draw_tokens(1, 8)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     said = {key: say_documents((3, 3, 2))[key]}
     out = model(input_ids=ids, attention_mask=mask, use_cache=False, **said).logits
@@ -97,7 +93,7 @@ VARIANTS = {
 }
 
 
-def variant(kind: str, implementation: str) -> PreTrainedModel:
+def build_variant(kind: str, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES, pad_token_id=0, bos_token_id=1, **VARIANTS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
@@ -109,8 +105,8 @@ def variant(kind: str, implementation: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_generate(kind: str, cache: str) -> None:
-    ids, mask = tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+def test_generation_with_a_cache_equals_eager_attention(kind: str, cache: str) -> None:
+    ids, mask = draw_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[0, :4] = 0
     settings = {
         "max_new_tokens": 6,
@@ -119,14 +115,14 @@ def test_generate(kind: str, cache: str) -> None:
         "pad_token_id": 0,
     }
     got, want = (
-        variant(kind, n).eval().generate(input_ids=ids, attention_mask=mask, **settings)
+        build_variant(kind, n).eval().generate(input_ids=ids, attention_mask=mask, **settings)
         for n in ("distca", "eager")
     )
     assert torch.equal(got, want)
 
 
-def call(**changes: object) -> None:
-    """One direct call of the attention function with something changed."""
+def attend(**changes: object) -> None:
+    """Call the attention function with some arguments changed."""
     from transformers import AttentionInterface
 
     module = torch.nn.Module().train()
@@ -153,14 +149,14 @@ def call(**changes: object) -> None:
         ({"position_ids": torch.zeros(3, 1, 6, dtype=torch.long)}, r"\(3, 1, 6\)"),
     ],
 )
-def test_refused_by_name(changes: dict[str, object], named: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(changes: dict[str, object], named: str) -> None:
     with pytest.raises(hf_distca.UnsupportedError, match=named):
-        call(**changes)
+        attend(**changes)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4, 1, 1), (1, 4, 1, 1)])
-def test_a_scale_that_is_learned(shape: tuple[int, ...]) -> None:
-    """One for all heads or one for each; also with a cache that is read."""
+def test_learned_scaling_gets_the_gradients_of_eager_attention(shape: tuple[int, ...]) -> None:
+    """The scale is one for all heads or one per head, and the second call reads a cache."""
     found = []
     for name in ("distca", "eager"):
         model = tiny_llama(name).double()
@@ -168,8 +164,8 @@ def test_a_scale_that_is_learned(shape: tuple[int, ...]) -> None:
         scale = torch.nn.Parameter(scales.view(shape))
         for layer in model.model.layers:
             layer.self_attn.scaling = scale
-        head = model(input_ids=tokens(2, 9), use_cache=True)
-        tail = model(input_ids=tokens(2, 3), past_key_values=head.past_key_values)
+        head = model(input_ids=draw_tokens(2, 9), use_cache=True)
+        tail = model(input_ids=draw_tokens(2, 3), past_key_values=head.past_key_values)
         torch.cat([head.logits, tail.logits], 1).sin().sum().backward()
         found.append([scale.grad, *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)  # eager: softmax in float32
@@ -177,16 +173,16 @@ def test_a_scale_that_is_learned(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_layer_of_another_attention_is_refused(name: str, layer: int) -> None:
+def test_a_layer_with_another_attn_implementation_is_refused(name: str, layer: int) -> None:
     model = tiny_llama("distca")
     attention: Any = model.model.layers[layer].self_attn
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = name
     with pytest.raises(hf_distca.UnsupportedError, match="another attn_implementation than"):
-        model(input_ids=tokens(2, 9), use_cache=False)
+        model(input_ids=draw_tokens(2, 9), use_cache=False)
 
 
-# Models that drop attention as their family does by default, or as told.
+# Models with attention dropout, by default or by a setting.
 DROPPING = {
     "attn_pdrop": GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=31),
     "attention_probs_dropout_prob": BertConfig(**SIZES, is_decoder=True),
@@ -195,8 +191,8 @@ DROPPING = {
 
 
 @pytest.mark.parametrize("setting", DROPPING)
-def test_dropout_is_called_by_its_name_in_the_config(setting: str) -> None:
-    """Following the message helps: GPT-2 has no attention_dropout."""
+def test_dropout_error_names_the_setting_in_the_models_config(setting: str) -> None:
+    """Names of settings differ between families: GPT-2 has no attention_dropout."""
     config, ids = copy.deepcopy(DROPPING[setting]), torch.arange(1, 9)[None]
 
     def train() -> None:
@@ -212,10 +208,8 @@ def test_dropout_is_called_by_its_name_in_the_config(setting: str) -> None:
 
 
 def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
-    """As docs/troubleshooting.md says: whoever compares the two in a bare loop has to pass
-    use_cache=False.
-    """
-    ids, positions = tokens(1, 60), torch.cat([torch.arange(40), torch.arange(20)])[None]
+    """docs/troubleshooting.md states that a comparison in a bare loop needs use_cache=False."""
+    ids, positions = draw_tokens(1, 60), torch.cat([torch.arange(40), torch.arange(20)])[None]
     logits = {
         (name, cache): tiny_llama(name)(
             input_ids=ids, position_ids=positions, use_cache=cache
@@ -229,21 +223,21 @@ def test_cached_packed_documents_stay_apart_unlike_under_sdpa() -> None:
     assert not torch.allclose(logits["sdpa", True], right, atol=1e-3)
 
 
-def test_harmless_arguments_pass() -> None:
-    call(
+def test_supported_arguments_of_attention_are_accepted() -> None:
+    attend(
         use_cache=False,
         num_items_in_batch=torch.tensor(3),
         sliding_window=6,
         softcap=None,
         output_router_logits=False,
     )
-    call(is_causal=True, softcap=2.0, s_aux=torch.zeros(4), sliding_window=2)
+    attend(is_causal=True, softcap=2.0, s_aux=torch.zeros(4), sliding_window=2)
 
 
 @pytest.mark.parametrize("argument", ["shift_labels", "ignore_index"])
 def test_arguments_of_the_loss_pass_through_attention(argument: str) -> None:
     """Models hand every keyword argument of forward to their layers."""
-    ids = tokens(2, 9)
+    ids = draw_tokens(2, 9)
     changes = {argument: ids if argument == "shift_labels" else int(ids[0, 4])}
     ours, theirs = (
         tiny_llama(name)(input_ids=ids, labels=ids, use_cache=False, **changes).loss
@@ -258,34 +252,34 @@ def test_arguments_of_the_loss_pass_through_attention(argument: str) -> None:
 
 def test_documents_that_do_not_cover_the_batch_are_refused() -> None:
     with pytest.raises(LayoutError, match="5 tokens and the batch has 1 x 6"):
-        call(distca_documents=PackedDocuments((2, 3)))
+        attend(distca_documents=PackedDocuments((2, 3)))
 
 
 def test_negative_positions_are_refused_with_row_and_index() -> None:
     with pytest.raises(LayoutError, match=r"position_ids\[0, 2\] is -1"):
-        call(position_ids=torch.tensor([[0, 1, -1, 0, 1, 2]]))
+        attend(position_ids=torch.tensor([[0, 1, -1, 0, 1, 2]]))
 
 
-def test_masks_with_functions_of_a_model_are_refused() -> None:
+def test_custom_mask_functions_are_refused() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="custom mask"):
-        call(attention_mask=distca_mask(batch_size=1, q_length=6, kv_length=6, use_vmap=True))
+        attend(attention_mask=distca_mask(batch_size=1, q_length=6, kv_length=6, use_vmap=True))
 
 
 def test_a_4d_mask_is_refused() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="ready-made attention mask"):
-        tiny_llama("distca")(input_ids=tokens(1, 6), attention_mask=torch.zeros(1, 1, 6, 6))
+        tiny_llama("distca")(input_ids=draw_tokens(1, 6), attention_mask=torch.zeros(1, 1, 6, 6))
 
 
-def test_no_graph_is_kept_without_gradients() -> None:
+def test_forward_under_no_grad_keeps_no_graph_and_sends_nothing() -> None:
     with torch.no_grad():
-        out = tiny_llama("distca").train()(input_ids=tokens(1, 8)).logits
+        out = tiny_llama("distca").train()(input_ids=draw_tokens(1, 8)).logits
     assert out.grad_fn is None
     assert current_session().meter.dispatches == 0
 
 
 @pytest.mark.parametrize("reentrant", [None, True])
-def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None) -> None:
-    """Under reentrant checkpointing layers first run without: the mask is made outside of that."""
+def test_handle_records_whether_its_forward_has_gradients(reentrant: bool | None) -> None:
+    """With reentrant checkpointing, layers first run without gradients, after the mask is made."""
     handles: list[MaskStandIn] = []
     model = tiny_llama("distca").train()
     if reentrant:
@@ -296,9 +290,9 @@ def test_a_handle_says_whether_its_forward_has_gradients(reentrant: bool | None)
             lambda _module, _args, kwargs: handles.append(kwargs["attention_mask"]),
             with_kwargs=True,
         )
-    model(input_ids=tokens(1, 8), use_cache=False)
+    model(input_ids=draw_tokens(1, 8), use_cache=False)
     assert [handle.batch.context.can_recompute for handle in handles] == [True, True]
-    if not reentrant:  # which warns of it
+    if not reentrant:  # reentrant checkpointing would warn
         with torch.no_grad():
-            model(input_ids=tokens(1, 8), use_cache=False)
+            model(input_ids=draw_tokens(1, 8), use_cache=False)
         assert [handle.batch.context.can_recompute for handle in handles[2:]] == [False, False]

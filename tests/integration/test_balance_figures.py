@@ -1,4 +1,4 @@
-"""The figures of the balance in a loop of one's own, on two real ranks."""
+"""`hf_distca.metrics` in a training loop without a Trainer, on two real ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_parity import model_for
+from test_parity import build_model
 from test_trainer import FIGURES
 
 import hf_distca
@@ -22,17 +22,17 @@ from ranks import RankPools
 from tiny_runs import PAIRS, pack, rows, settings
 
 SHARE = "distca/server_time_share"
-OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # each rank has its own
+OWN = {SHARE: 0.0, "distca/planning_ms": 0.0}  # these two differ between ranks
 
 
-def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
-    """Before the first step, after two, right after that, after two more, and after two with new
+def read_metrics(rank: int, implementation: str, gather: bool) -> list[Metrics]:
+    """Read metrics before the first step, twice after two steps, after four, and after two with new
     settings.
     """
     config = settings()
 
     def two_steps() -> Metrics:
-        model = model_for(2, implementation, torch.float32)
+        model = build_model(2, implementation, torch.float32)
         for row in rows(4)[rank::2]:
             model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
         return hf_distca.metrics(gather=gather)
@@ -50,21 +50,21 @@ def readings(rank: int, implementation: str, gather: bool) -> list[Metrics]:
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gather: bool) -> None:
-    ours = rank_pool(2)(readings, "distca", gather)
-    for before, trained, again, more, anew in ours:
+    ours = rank_pool(2)(read_metrics, "distca", gather)
+    for before, trained, again, more, reset in ours:
         assert before.figures() == {}
         assert trained.balance == again.balance
-        assert trained.figures().keys() == anew.figures().keys() == FIGURES
+        assert trained.figures().keys() == reset.figures().keys() == FIGURES
         assert (again - trained).figures() == {}
         counted = (
             trained.balance.micro_batches,
             more.balance.micro_batches,
-            anew.balance.micro_batches,
+            reset.balance.micro_batches,
         )
         assert counted == ((2, 4, 2) if gather else (1, 3, 1)), (
-            "without a gathering the newest one is not measured yet"
+            "without gather=True, the newest micro-batch is not measured yet"
         )
-        assert (anew - more) == anew, "settings are new: nothing lies between the two"
+        assert (reset - more) == reset, "configure starts new sums, so nothing is subtracted"
         figures = (more - again).figures()
         assert figures.keys() == FIGURES
         assert figures["distca/imbalance_estimated_before"] > 1.5
@@ -72,26 +72,24 @@ def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gat
         assert figures["distca/exchanged_mb_per_layer"] > 0
         assert 0 < figures[SHARE] < 1
         assert more.elapsed_seconds > again.elapsed_seconds >= trained.elapsed_seconds > 0
-        # The first two micro-batches and the last two are alike.
+        # The last two micro-batches have the same lengths as the first two.
         for later in (figures, more.figures()):
             for name in ("before", "after"):
                 key = f"distca/imbalance_estimated_{name}"
                 assert later[key] == pytest.approx(trained.figures()[key])
     one, other = (trained.figures() for _, trained, *_ in ours)
-    assert one | OWN == other | OWN, "what is of all ranks is the same on all"
+    assert one | OWN == other | OWN, "figures over all ranks are the same on each rank"
 
 
-def test_no_figures_under_another_attention(rank_pool: RankPools) -> None:
-    for seen in rank_pool(2)(readings, "sdpa", True):
+def test_metrics_under_another_attention_have_no_figures(rank_pool: RankPools) -> None:
+    for seen in rank_pool(2)(read_metrics, "sdpa", True):
         assert [reading.figures() for reading in seen] == [{}] * 5
 
 
-def alone(rank: int) -> list[int]:
-    """Rank 0 reads by itself after each step, and rank 1 never does; at the end all read
-    together.
-    """
+def read_alone(rank: int) -> list[int]:
+    """Read metrics after each step on rank 0 alone, and at the end on all ranks together."""
     hf_distca.configure(settings(timeout_seconds=20.0))
-    model, seen = model_for(2, "distca", torch.float32), []
+    model, seen = build_model(2, "distca", torch.float32), []
     for row in rows(6)[rank::2]:
         model(**hf_distca.PackingCollator()([row]), use_cache=False).loss.backward()
         if rank == 0:
@@ -99,13 +97,13 @@ def alone(rank: int) -> list[int]:
     return [*seen, hf_distca.metrics(gather=True).balance.micro_batches]
 
 
-def test_a_rank_may_read_alone(rank_pool: RankPools) -> None:
-    assert rank_pool(2)(alone, timeout=60) == [[0, 1, 2, 3], [3]]
+def test_metrics_can_be_read_on_one_rank_alone(rank_pool: RankPools) -> None:
+    assert rank_pool(2)(read_alone, timeout=60) == [[0, 1, 2, 3], [3]]
 
 
-def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
-    """The figures, what each rank sent to the other node, and what its plans say that all ranks
-    do.
+def measure_on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
+    """Return the figures, the bytes that each rank sent to other nodes, and the planned bytes of
+    all ranks.
     """
     lengths = ([96], [32] * 3, [48, 48], [16] * 6)[rank]
     plans: list[MicroBatchPlan] = []
@@ -113,7 +111,7 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
         hf_distca.configure(settings(timeout_seconds=61.0))
         history = current_session().planner.history
         history.observer = lambda micro_batch, tally: plans.extend(micro_batch.plans)
-        model = model_for(2, "distca", torch.float32)
+        model = build_model(2, "distca", torch.float32)
         model(**pack(*lengths), use_cache=False).loss.backward()
         figures = hf_distca.metrics(gather=True).figures()
     (measured,) = plans
@@ -123,8 +121,8 @@ def on_two_nodes(rank: int) -> tuple[dict[str, float], list[int], float]:
     return figures, measured.between_bytes.tolist(), float(load.node_bytes.inter_node[0].sum())
 
 
-def test_bytes_between_nodes_are_a_figure(rank_pool: RankPools) -> None:
-    for figures, sent, planned in rank_pool(4)(on_two_nodes):
+def test_metrics_report_the_bytes_sent_between_nodes(rank_pool: RankPools) -> None:
+    for figures, sent, planned in rank_pool(4)(measure_on_two_nodes):
         assert sum(sent) == 2 * planned > 0, "two layers, forward and backward"
         assert figures["distca/between_nodes_mb_per_layer"] == max(sent) / 2 / 1e6
         assert (
@@ -132,7 +130,7 @@ def test_bytes_between_nodes_are_a_figure(rank_pool: RankPools) -> None:
         )
 
 
-def test_late_compiles_are_a_figure_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_compiles_are_a_figure_only_if_there_were_any(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
     before = hf_distca.metrics()
     ran = replace(before, balance=replace(before.balance, micro_batches=1))

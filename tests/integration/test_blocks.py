@@ -1,5 +1,5 @@
-"""Attention in which tokens see tokens behind them, against dense masks in float64: blocks, windows
-and whole documents, on one rank and on several that share the work.
+"""Attention in which tokens see later tokens (blocks, windows, whole documents), on one rank and on
+several, against dense masks in float64.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FORMS = ("blocks", "blocks in a window", "blocks beside a window", "both ways", 
 
 @dataclass
 class Case:
-    """Documents of all ranks, as (document, start, length) rows, and what their tokens see.
+    """The documents of all ranks as (document, start, length) rows, and their masks.
 
-    `ids` are the blocks of the tokens of each document.
+    `ids` holds the block of each token, by document.
     """
 
     ranks: list[list[tuple[int, int, int]]]
@@ -65,7 +65,7 @@ class Case:
         return cls(ranks, ids, form, window)
 
     def make_mask(self, ids: torch.Tensor) -> Callable[..., Any]:
-        """Compose the mask function as the families do."""
+        """Compose the mask function like transformers."""
         overlay = m.blockwise_overlay(ids)
         past, window = m.causal_mask_function, self.window
         return {
@@ -94,7 +94,7 @@ def _draw_ids(rng: random.Random, length: int, most: int) -> torch.Tensor:
     while token < length:
         size = min(rng.choice([1, 2, rng.randint(2, 12), 60]), most, length - token)
         ids[token : token + size] = block
-        # The next run is of the same block, or of another one, and may follow at once.
+        # The next run belongs to the same block or to another one, and may follow at once.
         token += size + rng.choice([0, 1, rng.randint(1, 20)])
         block += most < length or rng.random() < 0.7
     return ids
@@ -103,7 +103,7 @@ def _draw_ids(rng: random.Random, length: int, most: int) -> torch.Tensor:
 def attend_densely(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, extra: dict[str, Any]
 ) -> torch.Tensor:
-    """Attention of (tokens, heads, width) by definition."""
+    """Compute attention over (tokens, heads, width) by its definition."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * WIDTH**-0.5
     if extra.get("softcap"):
@@ -117,8 +117,9 @@ def attend_densely(
 def run_case(
     rank: int, case: Case, dtype: torch.dtype = torch.float64, extra: dict[str, Any] | None = None
 ) -> float:
-    """Run a case; return the largest error of this rank's outputs and gradients, relative to the
-    largest entry, or to 1.
+    """Run a case; return the largest error of outputs and gradients on a rank.
+
+    Errors are relative to the largest entry, or to 1.
     """
     extra = extra or {}
     rows = case.ranks[rank]
@@ -168,7 +169,7 @@ def run_case(
 
 @dataclass
 class Tree:
-    """Parts that continue earlier ones, or none."""
+    """Parts of a row; each continues an earlier part, or begins a document."""
 
     lengths: list[int]
     parents: list[int]
@@ -200,7 +201,7 @@ def render_tree(tree: Tree, window: int | None) -> torch.Tensor:
 
 
 def run_tree(tree: Tree, window: int | None = None, dtype: torch.dtype = torch.float64) -> float:
-    """Return the largest error of a row whose documents share prefixes."""
+    """Run a tree; return the largest relative error of outputs and gradients."""
     seen = render_tree(tree, window)
     generator = torch.Generator().manual_seed(len(seen))
     *tensors, grad = (
@@ -230,7 +231,7 @@ def run_tree(tree: Tree, window: int | None = None, dtype: torch.dtype = torch.f
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 12), st.none() | st.integers(1, 50))
-def test_shared_prefixes_are_those_of_dense_masks(
+def test_documents_with_shared_prefixes_equal_dense_masks(
     seed: int, parts: int, window: int | None
 ) -> None:
     hf_distca.configure()
@@ -238,7 +239,7 @@ def test_shared_prefixes_are_those_of_dense_masks(
 
 
 def run_trees(rank: int) -> list[tuple[str, float, int]]:
-    """Run trees of different sizes: errors, and whether anything was sent."""
+    """Run several trees; return the error and the sent bytes of each."""
     trees = [
         # A prompt with answers, one of which forks.
         Tree([40, 30, 25, 20, 9, 3], [-1, 0, 0, 0, 3, 3]),
@@ -263,8 +264,8 @@ def configure() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9), st.sampled_from(FORMS), st.sampled_from([0, 2]))
-def test_forms_are_those_of_dense_masks(seed: int, form: str, least_part: int) -> None:
-    """In the plan, or at home."""
+def test_every_mask_form_equals_its_dense_mask(seed: int, form: str, least_part: int) -> None:
+    """`LEAST_PART` decides whether attention to later tokens is planned or stays at home."""
     hf_distca.configure()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seen_ahead, "LEAST_PART", least_part)
@@ -273,7 +274,7 @@ def test_forms_are_those_of_dense_masks(seed: int, form: str, least_part: int) -
 
 @pytest.mark.parametrize("form", ["blocks", "both ways", "two-way window"])
 @pytest.mark.parametrize("least_part", [0, 2])
-def test_sinks_softcaps_and_dtypes(
+def test_mask_forms_are_exact_with_sinks_softcaps_and_low_precision(
     form: str, least_part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seen_ahead, "LEAST_PART", least_part)
@@ -286,7 +287,7 @@ def test_sinks_softcaps_and_dtypes(
 
 
 def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
-    """Run a few cases of all forms: errors, and whether anything was sent."""
+    """Run a few cases of all forms; return the error and the sent bytes of each."""
     found = []
     for form in FORMS:
         for seed, cut in ((1, False), (2, False), (3, True)):
@@ -301,20 +302,20 @@ def run_cases(rank: int, world: int) -> list[tuple[str, float, int]]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_forms_on_several_ranks(world: int, rank_pool: RankPools) -> None:
+def test_mask_forms_and_trees_on_several_ranks_are_exact(world: int, rank_pool: RankPools) -> None:
     pool = rank_pool(world)
     found = zip(*pool(run_cases, world), strict=True)
     found = [*found, *zip(*pool(run_trees), strict=True)]
     for of_ranks in found:
         for name, error, _ in of_ranks:
             assert error <= (1e-12 if "64" in name else 2e-6), name
-    # A rank whose work at home is most of all has nothing to give.
+    # A rank with little causal work has nothing to move.
     still = [name for (name, _, sent), *_ in found if not sent]
     assert len(still) <= 2, still
 
 
 def run_cut_block(rank: int) -> str:
-    """The error of a rank where a document of both ranks is cut inside a block."""
+    """Return the error on a rank if a document of both ranks is cut inside a block."""
     configure()
     case = Case.draw(3, 2, "blocks", cut=True)
     case.ids[0][8:12] = 0
@@ -325,13 +326,13 @@ def run_cut_block(rank: int) -> str:
     return ""
 
 
-def test_a_document_that_is_cut_inside_a_block_is_refused(rank_pool: RankPools) -> None:
+def test_a_document_cut_inside_a_block_is_refused(rank_pool: RankPools) -> None:
     for error in rank_pool(2)(run_cut_block):
         assert "lies in several parts" in error
 
 
-def test_blocks_at_home_count_where_whole_documents_are_dealt() -> None:
-    """The plan of a share would not know of them."""
+def test_blocks_of_whole_dealt_documents_count_as_work_of_the_home_rank() -> None:
+    """The plan of a dealt share does not know of blocks."""
     pairs = CostModel.make_of_pairs(AttentionShape(HEADS, KEY_HEADS, WIDTH, WIDTH, 8))
     key, config = PlanKey(pairs.shape, "cpu"), hf_distca.DistCAConfig(tile=8, cost_model=pairs)
     share = Dealing(2, 96, {key: pairs}, config).make_share(np.array([12] * 16), (0, 0), 0)

@@ -1,5 +1,5 @@
-"""Models whose tokens see others behind them, as they are trained: checkpointed, compiled, in
-halves, dealt, and in a Trainer.
+"""Training of models whose tokens see later tokens: checkpointed, compiled, in ping-pong, and
+dealt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VISION = {
 }
 KINDS = ("images", "both ways")
 VARIANTS = ("plain", "checkpointed", "reentrant", "compiled", "halves", "halves, one document")
-# By rank; documents begin near the middle of rows, for halves.
+# Lengths by rank. A document begins near the middle of a row, where ping-pong cuts.
 LENGTHS = ([60, 64], [20, 18])
 
 
@@ -59,7 +59,7 @@ def build(kind: str, implementation: str) -> PreTrainedModel:
 
 
 def make_batch(kind: str, lengths: list[int]) -> dict[str, torch.Tensor]:
-    """A packed row; the image of each document takes a third of it."""
+    """Make a packed row; the image of each document takes a third of its tokens."""
     places = [torch.arange(length) for length in lengths]
     at = torch.cat(places)[None]
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -71,13 +71,13 @@ def make_batch(kind: str, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def backward(model: PreTrainedModel, logits: list[torch.Tensor]) -> list[torch.Tensor]:
-    """These logits, and gradients of their sum."""
+    """Return the logits, and the gradients of a loss."""
     torch.cat(logits).sin().sum().backward()
     return [torch.cat(logits).detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 def select_documents(kind: str, lengths: list[int]) -> list[torch.Tensor]:
-    """Logits and gradients of a rank's documents, each alone under sdpa."""
+    """Return logits and gradients of a rank's documents, each alone under sdpa."""
     model, logits = build(kind, "sdpa").train(), []
     batch = make_batch(kind, lengths)
     parts = zip(*(tensor.split(lengths, 1) for tensor in batch.values()), strict=True)
@@ -88,7 +88,7 @@ def select_documents(kind: str, lengths: list[int]) -> list[torch.Tensor]:
 
 
 def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]]:
-    """Logits, summed gradients, bytes sent and calls of attention, of all variants."""
+    """Return logits, summed gradients, sent bytes and calls of attention for each variant."""
     found = []
     for variant in VARIANTS if kind == "images" else VARIANTS[::2]:
         hf_distca.configure(settings(ping_pong="halves" in variant))
@@ -108,7 +108,7 @@ def train(rank: int, kind: str) -> list[tuple[str, list[torch.Tensor], int, int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_on_two_ranks(kind: str, rank_pool: RankPools) -> None:
+def test_two_way_attention_on_two_ranks_trains_like_sdpa(kind: str, rank_pool: RankPools) -> None:
     found = rank_pool(2)(train, kind)
     wants = {}
     for one in (False, True):
@@ -128,7 +128,7 @@ def test_training_on_two_ranks(kind: str, rank_pool: RankPools) -> None:
 
 
 def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:
-    """Logits of a share of documents whose tokens all see each other, or the error."""
+    """Return the logits of a share whose documents attend both ways, or the error."""
     hf_distca.configure(settings())
     key = PlanKey(AttentionShape(4, 2, 16, 16, 8), "cpu")
     share = Dealing(2, 96, {key: PAIRS}, settings()).make_share(
@@ -151,8 +151,8 @@ def deal(rank: int, lengths: list[int]) -> tuple[list[torch.Tensor], str]:
     return [logits.detach(), want.detach()], ""
 
 
-def test_dealt_documents_that_see_all_of_themselves(rank_pool: RankPools) -> None:
-    """Whole ones are right, and those that were cut are refused on all ranks."""
+def test_dealt_documents_that_attend_both_ways_must_be_whole(rank_pool: RankPools) -> None:
+    """Whole documents get the logits of sdpa, and cut documents are refused on all ranks."""
     for (logits, want), error in rank_pool(2)(deal, [12] * 16):
         assert not error
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)

@@ -1,6 +1,4 @@
-"""The Python calls that one more layer adds to a step are bounded: of one rank, compared with a
-bare attention function, and of two ranks whose work moves.
-"""
+"""The number of Python calls in a layer is bounded, on one rank and on two that move work."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import model_for
+from test_parity import build_model
 
 import hf_distca
 from benchmark_modules import import_benchmark
@@ -30,9 +28,7 @@ SOURCE = str(Path(hf_distca.__file__).parent)
 
 @pytest.fixture
 def calls() -> Callable[[int], dict[str, float]]:
-    """The counter of `benchmarks/host/host_calls.py`, by number of documents, not on the deep stack
-    of pytest.
-    """
+    """Return the counter of `benchmarks/host/host_calls.py`, run outside pytest's deep stack."""
     host_calls = import_benchmark("host_calls")
     hf_distca.configure()
 
@@ -51,11 +47,11 @@ def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, fl
 
 
 def count_frames(rank: int) -> list[int]:
-    """Calls of the library's functions from one layer's attention to the next one's, in a forward
-    whose work moves.
+    """Count the library's calls between the attention of one layer and of the next, while work
+    moves.
     """
     hf_distca.configure(settings())
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     batch = pack(*([150, 33, 64], [1, 7, 1])[rank])
     counts: list[int] = []
 
@@ -82,10 +78,8 @@ def test_python_calls_of_a_layer_with_moves_are_bounded(rank_pool: RankPools) ->
         assert first <= 900
 
 
-def test_layers_that_are_called_otherwise_share_nothing() -> None:
-    """What the first layer of a micro-batch found out is for those alone that are called as it
-    was.
-    """
+def test_layers_called_with_other_arguments_get_their_own_call_plans() -> None:
+    """Layers of a micro-batch share preparations only if their arguments are the same."""
     module, q, k, v = (
         torch.nn.Linear(1, 1).train(),
         *(torch.randn(1, heads, 24, 8) for heads in (4, 2, 2)),

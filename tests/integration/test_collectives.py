@@ -1,6 +1,4 @@
-"""What a training step sends: how many collectives, in which order, and that no layer stops for the
-host.
-"""
+"""The collectives of a training step; an attention call reads nothing on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import model_for
+from test_parity import build_model
 
 import hf_distca
 from checkpointed import checkpoint_layers
@@ -27,30 +25,31 @@ from recorded import Operations, recorded
 from tiny_runs import pack, settings
 
 LAYERS = 2
-# Documents of all ranks, then whether their plans are equal.
+# Ranks first gather their documents, and then compare their plans.
 PLANNING = Counter(all_to_all_single=2)
 
 
-def batch(rank: int, scale: int = 1) -> dict[str, Any]:
+def make_batch(rank: int, scale: int = 1) -> dict[str, Any]:
     lengths = [[96 * scale], [16 * scale] * 3, [16 * scale]][rank]
     return pack(*lengths)
 
 
-def step(
+def run_step(
     rank: int, balance: bool, even: bool, reentrant: bool | None
 ) -> tuple[list[str], list[int]]:
-    """Collectives and counts of a training step; with activation checkpointing unless `reentrant`
-    is None.
+    """Run a training step; return its collectives and counts.
+
+    No layer is checkpointed if `reentrant` is None.
     """
     hf_distca.configure(settings(balance=balance))
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
-    # Made before recording starts.
+    # The group is made before recording starts.
     assert current_session().join_group().size == dist.get_world_size()
     with recorded() as names:
-        model(**batch(1 if even else rank), use_cache=False).loss.backward()
+        model(**make_batch(1 if even else rank), use_cache=False).loss.backward()
     meter = current_session().meter
     return names, [meter.dispatches, meter.returns, meter.sent_bytes, meter.kernel_calls]
 
@@ -59,22 +58,22 @@ def step(
 def test_one_dispatch_and_one_return_per_layer_and_direction(
     rank_pool: RankPools, world: int
 ) -> None:
-    results = rank_pool(world)(step, True, False, None)
+    results = rank_pool(world)(run_step, True, False, None)
     names = results[0][0]
     assert all(result[0] == names for result in results), (
         "ranks call collectives in different orders"
     )
     assert Counter(names) == {**PLANNING, "exchange": 2 * 2 * LAYERS}
-    assert Counter(names[:2]) == PLANNING, "planning comes first, once"
+    assert Counter(names[:2]) == PLANNING, "planning comes first, and only once"
     assert all(result[1][:2] == [2 * LAYERS, 2 * LAYERS] for result in results)
     assert sum(result[1][2] for result in results) > 0
 
 
 @pytest.mark.parametrize(("balance", "even"), [(False, False), (True, True)])
-def test_nothing_is_exchanged_when_nothing_is_worth_moving(
+def test_nothing_is_exchanged_without_balancing_or_between_even_ranks(
     rank_pool: RankPools, balance: bool, even: bool
 ) -> None:
-    for names, counts in rank_pool(2)(step, balance, even, None):
+    for names, counts in rank_pool(2)(run_step, balance, even, None):
         assert Counter(names) == PLANNING
         assert counts == [0, 0, 0, 2 * LAYERS]
 
@@ -84,17 +83,15 @@ def test_nothing_is_exchanged_when_nothing_is_worth_moving(
 def test_checkpointing_repeats_no_collective_and_no_kernel(
     rank_pool: RankPools, reentrant: bool, balance: bool
 ) -> None:
-    plain = rank_pool(2)(step, balance, False, None)
-    assert rank_pool(2)(step, balance, False, reentrant) == plain
+    plain = rank_pool(2)(run_step, balance, False, None)
+    assert rank_pool(2)(run_step, balance, False, reentrant) == plain
 
 
-def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
-    """Tensor operations of one attention call, forward and backward, after planning; reading
-    tensors is forbidden.
-    """
+def count_operations(rank: int, scale: int) -> Counter[str]:
+    """Count tensor operations of one planned attention call, forward and backward; forbid reads."""
     hf_distca.configure(settings(tile=8 * scale, kernel="cpu"))
     session = current_session()
-    packed = batch(rank, scale)["distca_documents"]
+    packed = make_batch(rank, scale)["distca_documents"]
     length = sum(packed.lengths)
     q, k, v = (torch.randn(1, heads, length, 16) for heads in (4, 2, 2))
     handle = make_handle(1, length)
@@ -120,9 +117,8 @@ def operations_of_a_planned_call(rank: int, scale: int) -> Counter[str]:
     return operations.seen
 
 
-def test_planned_call_reads_nothing_whatever_its_tokens(rank_pool: RankPools) -> None:
-    """A planned call reads nothing and does not grow with tokens."""
-    small, large = (rank_pool(2)(operations_of_a_planned_call, scale) for scale in (1, 8))
+def test_planned_call_reads_no_tensor_and_does_not_grow_with_tokens(rank_pool: RankPools) -> None:
+    small, large = (rank_pool(2)(count_operations, scale) for scale in (1, 8))
     assert small == large
     assert not any(
         "_local_scalar_dense" in name or "nonzero" in name for seen in small for name in seen

@@ -1,6 +1,4 @@
-"""`hf_distca.deal`: one line for a Trainer that is built, compared with one process under
-transformers' own attention.
-"""
+"""`hf_distca.deal` on a Trainer, compared with one process under transformers' own attention."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ from tiny_runs import (
 from turns import in_turn
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
-TOKENS = 96  # of a global batch, on any number of ranks: two documents are longer
+TOKENS = 96  # in a global batch, on any number of ranks; two documents are longer
 STEPS = 6
 
 
@@ -58,12 +56,12 @@ def rows(**columns: Any) -> Dataset:
 
 
 def masks() -> list[list[int]]:
-    """The second half of each document is a target."""
+    """Make masks in which the second half of each document is a target."""
     return [[0] * (length // 2) + [1] * (length - length // 2) for length in LENGTHS]
 
 
-def packed() -> Dataset:
-    """The same documents, two in a row."""
+def make_packed_rows() -> Dataset:
+    """Make rows of two documents each, with the documents of `rows`."""
     ids = documents(*LENGTHS)
     pairs = [(number, number + 1) for number in range(0, len(ids), 2)]
     return Dataset.from_dict(
@@ -75,7 +73,7 @@ def packed() -> Dataset:
     )
 
 
-def with_empty_documents() -> Dataset:
+def insert_empty_documents() -> Dataset:
     ids = documents(*LENGTHS)
     return Dataset.from_dict({"input_ids": [[], *ids[:5], [], *ids[5:], []]})
 
@@ -86,7 +84,7 @@ def stream() -> IterableDataset:
 
 OFFLOADED = "offloaded checkpoints"
 OFFLOADING = {ARGUMENT: True, f"{ARGUMENT}_kwargs": {"offload": True, "use_reentrant": False}}
-# How a Trainer is made: its class, its data, changes of its arguments, and of what `deal` is told.
+# By case: the class and data of a Trainer, changes of its arguments, and arguments of `deal`.
 CASES: dict[str, tuple[type[Trainer], Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     "plain": (Trainer, rows, {"seed": 3}, {}),
     "larger batches before": (
@@ -96,7 +94,7 @@ CASES: dict[str, tuple[type[Trainer], Callable[[], Any], dict[str, Any], dict[st
         {},
     ),
     "targets of masks": (Trainer, lambda: rows(completion_mask=masks()), {}, {}),
-    "packed rows": (Trainer, packed, {}, {}),
+    "packed rows": (Trainer, make_packed_rows, {}, {}),
     "subclass, accumulation, whole documents": (
         Subclass,
         rows,
@@ -110,18 +108,17 @@ CASES: dict[str, tuple[type[Trainer], Callable[[], Any], dict[str, Any], dict[st
         {"eval_strategy": "steps", "eval_steps": 2},
         {"evaluation": True},
     ),
-    "empty documents": (Trainer, with_empty_documents, {"max_steps": 2}, {}),
+    "empty documents": (Trainer, insert_empty_documents, {"max_steps": 2}, {}),
     OFFLOADED: (Trainer, rows, OFFLOADING, {}),
 }
 ALWAYS = ["subclass, accumulation, whole documents", "empty documents", OFFLOADED]
 
 
 @contextmanager
-def unpinned(expected: bool) -> Iterator[None]:
-    """Offloading as transformers does it, in memory that is not pinned: pinning needs an
-    accelerator.
+def offload_unpinned(expected: bool) -> Iterator[None]:
+    """Offload checkpoints to memory that is not pinned, because pinning needs an accelerator.
 
-    Whether anything is offloaded must be as expected.
+    Fail if nothing is offloaded although it is expected.
     """
     if not expected:
         yield
@@ -135,7 +132,7 @@ def unpinned(expected: bool) -> Iterator[None]:
 
     with patch.object(modeling_utils, "save_on_cpu", save_on_cpu):
         yield
-    assert switched_on, "checkpoints are offloaded"
+    assert switched_on, "no checkpoint was offloaded"
 
 
 def skip_before_offloading(name: str) -> None:
@@ -159,25 +156,25 @@ def train(rank: int, ranks: int, implementation: str, name: str) -> list[float]:
     kind, data, changes, told = CASES[name]
     trainer = make(data(), kind, implementation, **changes)
     assert hf_distca.deal(trainer, TOKENS // ranks, **told) is trainer
-    with unpinned(name == OFFLOADED):
+    with offload_unpinned(name == OFFLOADED):
         trainer.train()
     return losses(trainer)
 
 
 @cache
-def one_process(name: str) -> list[float]:
+def train_alone(name: str) -> list[float]:
     return train(0, 1, "sdpa", name)
 
 
 @pytest.mark.parametrize("name", in_turn(CASES, 16, ALWAYS))
-def test_one_line_trains_as_one_process_does(rank_pool: RankPools, name: str) -> None:
+def test_dealt_trainer_on_two_ranks_trains_as_one_process(rank_pool: RankPools, name: str) -> None:
     skip_before_offloading(name)
-    expected = one_process(name)
+    expected = train_alone(name)
     assert len(expected) >= 2 * min(STEPS, CASES[name][2].get("max_steps", STEPS))
     assert rank_pool(2)(train, 2, "distca", name)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
+def log_dealt_training(rank: int) -> tuple[list[dict[str, float]], str]:
     hf_distca.configure(settings())
     trainer = make(rows(), max_steps=2)
     with redirect_stderr(StringIO()) as said:
@@ -185,9 +182,9 @@ def log_of_dealt(rank: int) -> tuple[list[dict[str, float]], str]:
     return trainer.state.log_history, said.getvalue()
 
 
-def test_logs_compare_with_the_order_not_taken(rank_pool: RankPools) -> None:
-    """By causal pairs, of which dealt documents leave ranks more equally many."""
-    logged, said = rank_pool(2)(log_of_dealt)[0]
+def test_logs_report_the_imbalance_of_documents_in_order(rank_pool: RankPools) -> None:
+    """Imbalance counts causal pairs, which dealing spreads more evenly over ranks."""
+    logged, said = rank_pool(2)(log_dealt_training)[0]
     for row in logged[:-1]:
         in_order = row["distca/imbalance_estimated_in_order"]
         assert in_order > 1.2 > row["distca/imbalance_estimated_before"]
@@ -199,12 +196,12 @@ def test_logs_compare_with_the_order_not_taken(rank_pool: RankPools) -> None:
     assert float(before[1]) > 1.2
 
 
-def test_masks_and_packing_change_nothing_but_what_they_should() -> None:
-    assert one_process("targets of masks") != pytest.approx(one_process("plain"), rel=1e-3)
-    assert one_process("packed rows") == pytest.approx(one_process("targets of masks"), rel=1e-6)
+def test_completion_mask_changes_losses_and_packed_rows_keep_them() -> None:
+    assert train_alone("targets of masks") != pytest.approx(train_alone("plain"), rel=1e-3)
+    assert train_alone("packed rows") == pytest.approx(train_alone("targets of masks"), rel=1e-6)
 
 
-def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_deal_prints_documents_targets_and_batches(capfd: pytest.CaptureFixture[str]) -> None:
     trainer = make(rows(), gradient_accumulation_steps=2)
     hf_distca.deal(trainer, TOKENS, fill="cut")
     said = capfd.readouterr().err
@@ -224,23 +221,23 @@ def test_what_is_said(capfd: pytest.CaptureFixture[str]) -> None:
         hf_distca.deal(trainer, TOKENS)
 
 
-def said_by(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str:
+def capture(capfd: pytest.CaptureFixture[str], data: Any, **changes: Any) -> str:
     hf_distca.deal(make(data, **changes), TOKENS)
     return capfd.readouterr().err
 
 
-def test_targets_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "Targets: 322; 1 of the documents have none." in said_by(
+def test_deal_prints_how_many_tokens_are_targets(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "Targets: 322; 1 of the documents have none." in capture(
         capfd, rows(completion_mask=masks())
     )
     many = Dataset.from_dict(
         {"input_ids": [[1, 2, 3, 4]] * 600, "labels": [[-100, 2, 3, -100]] * 600}
     )
-    assert "Targets: 50% of the tokens, in a sample of 256 documents.\n" in said_by(capfd, many)
+    assert "Targets: 50% of the tokens, in a sample of 256 documents.\n" in capture(capfd, many)
 
 
-def test_documents_without_a_target_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """Of many, not all are looked at: number 1 is not."""
+def test_deal_warns_if_no_sampled_document_has_a_target(caplog: pytest.LogCaptureFixture) -> None:
+    """The sample is 256 of 600 documents; the only document with a target is not in the sample."""
     many = Dataset.from_dict(
         {"input_ids": [[1, 2]] * 600, "labels": [[-100, 2 if n == 1 else -100] for n in range(600)]}
     )
@@ -251,8 +248,8 @@ def test_documents_without_a_target_are_said(caplog: pytest.LogCaptureFixture) -
     )
 
 
-def test_a_stream_says_what_is_known_of_it(capfd: pytest.CaptureFixture[str]) -> None:
-    lines = said_by(capfd, stream(), gradient_accumulation_steps=2).splitlines()[-3:]
+def test_deal_prints_the_ranks_and_batches_of_a_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = capture(capfd, stream(), gradient_accumulation_steps=2).splitlines()[-3:]
     assert lines[0] == (
         "distca deals a stream of documents to 1 rank with 96 tokens each, which has nobody to"
         " share with."
@@ -270,18 +267,18 @@ class OfMyOwn(DataCollatorWithPadding):
     pass
 
 
-def mlm() -> Any:
+def make_mlm_collator() -> Any:
     token = make_tokenizer()
     token.mask_token = "02"
     return DataCollatorForLanguageModeling(token)
 
 
-# Collators, and what a refusal names; None for those that read rows as they are read here.
+# Collators, and the name in the refusal; None if `deal` replaces the collator silently.
 COLLATORS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "a function": (lambda: of_my_own, "of_my_own"),
     "of arguments": (lambda: partial(of_my_own), "of_my_own"),
     "a subclass": (lambda: OfMyOwn(make_tokenizer()), "OfMyOwn"),
-    "random masks": (mlm, r"DataCollatorForLanguageModeling\(mlm=True\)"),
+    "random masks": (make_mlm_collator, r"DataCollatorForLanguageModeling\(mlm=True\)"),
     "language modeling": (
         lambda: DataCollatorForLanguageModeling(make_tokenizer(), mlm=False),
         None,
@@ -293,7 +290,7 @@ COLLATORS: dict[str, tuple[Callable[[], Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", COLLATORS)
-def test_a_collator_that_may_mean_more_is_refused(
+def test_unknown_data_collator_is_refused_unless_replace_is_given(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     collator, named = COLLATORS[name]
@@ -314,7 +311,7 @@ def test_a_collator_that_may_mean_more_is_refused(
         assert re.search(f"replaces {named} with PackingCollator.", caplog.text)
 
 
-def test_a_pad_token_that_ends_documents_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_deal_warns_if_the_pad_token_also_ends_documents(caplog: pytest.LogCaptureFixture) -> None:
     trainer, token = make(rows()), make_tokenizer()
     token.pad_token = token.eos_token
     trainer.data_collator = DataCollatorForLanguageModeling(token, mlm=False)
@@ -328,7 +325,9 @@ class OwnOrder(Trainer):
         return torch.utils.data.RandomSampler(self.train_dataset)
 
 
-def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_strategy_is_replaced_but_custom_sampler_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     processes.warn_once.cache_clear()
     hf_distca.deal(make(rows(), train_sampling_strategy="group_by_length"), TOKENS)
     assert "hf_distca.deal replaces train_sampling_strategy='group_by_length'" in caplog.text
@@ -339,8 +338,8 @@ def test_an_order_of_rows_is_replaced_by_name(caplog: pytest.LogCaptureFixture) 
         hf_distca.deal(make(rows(), OwnOrder), TOKENS).train()
 
 
-def test_rows_in_their_order_stay_in_it(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also of a second Trainer with the same arguments, which `deal` has changed."""
+def test_sequential_sampling_keeps_the_order_of_rows(capfd: pytest.CaptureFixture[str]) -> None:
+    """Both Trainers have the same arguments, which the first call of `deal` has changed."""
     ordered = {"train_sampling_strategy": "sequential"}
     first = make(rows(), **ordered)
     second = Trainer(tiny_llama("distca"), first.args, train_dataset=rows())
@@ -373,7 +372,7 @@ class DropsDocuments(Trainer):
 
 
 @pytest.mark.parametrize("kind", [OwnLoader, DropsDocuments])
-def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
+def test_training_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
     trainer = make(rows(), kind)
     with pytest.raises(
         hf_distca.UnsupportedError,
@@ -383,7 +382,7 @@ def test_batches_that_were_not_dealt_are_refused(kind: type[Trainer]) -> None:
     assert not trainer.state.global_step
 
 
-def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_predict_on_rows_that_are_not_dealt_warns(caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(rows(labels=documents(*LENGTHS)))
     hf_distca.deal(trainer, TOKENS, evaluation=True)
     processes.warn_once.cache_clear()
@@ -394,7 +393,7 @@ def test_evaluation_of_other_rows_says_what_its_loss_is(caplog: pytest.LogCaptur
 
 
 def evaluate_and_train(rank: int, first: str) -> str:
-    """transformers 5.23 then trains without DistributedDataParallel."""
+    """Evaluate and train: transformers 5.23 then trains without DistributedDataParallel."""
     hf_distca.configure(settings())
     trainer = make(rows(), max_steps=1)
     hf_distca.deal(trainer, TOKENS // 2, evaluation=True)
@@ -413,15 +412,13 @@ def evaluate_and_train(rank: int, first: str) -> str:
 
 
 @pytest.mark.parametrize("first", ["evaluate", "predict", ""])
-def test_ranks_that_average_no_gradients_train_on_nothing_dealt(
-    rank_pool: RankPools, first: str
-) -> None:
-    """Other releases may wrap the model."""
+def test_shares_without_gradient_averaging_are_refused(rank_pool: RankPools, first: str) -> None:
+    """A release of transformers that wraps the model in DistributedDataParallel may train."""
     for said in rank_pool(2)(evaluate_and_train, first):
         assert said == "trained" or (first and "nothing averages the gradients of 2 ranks" in said)
 
 
-# Data for training and evaluation, changes of what `deal` is told, and what a refusal names.
+# By case: data for training and evaluation, arguments of `deal`, and the error.
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], str]] = {
     "no targets": (
         lambda: rows(labels=[[-100] * length for length in LENGTHS]),
@@ -447,7 +444,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], s
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_trainer_that_is_refused_is_as_it_was(name: str) -> None:
+def test_refused_trainer_is_left_unchanged(name: str) -> None:
     hf_distca.configure(settings())
     data, evaluated, told, named = REFUSED[name]
     trainer = make(data(), per_device_eval_batch_size=4)
@@ -465,8 +462,8 @@ def test_a_trainer_that_is_refused_is_as_it_was(name: str) -> None:
     assert look() == before
 
 
-def test_recurrent_layers_under_other_attention_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    """They carry states on where nothing was cut, so nothing can be compared with them."""
+def test_deal_warns_of_recurrent_layers_under_sdpa(caplog: pytest.LogCaptureFixture) -> None:
+    """Under sdpa, recurrent layers carry states from one document to the next."""
     for name, model_type, is_said in (
         ("sdpa", "qwen3_next", True),
         ("sdpa", "jamba", True),
@@ -502,15 +499,15 @@ def refuse(rank: int, changes: dict[str, Any]) -> str:
     ],
     ids=["smoothing", "average", "metrics"],
 )
-def test_what_it_would_compute_wrongly_is_refused_at_once(
+def test_settings_that_make_losses_of_shares_wrong_are_refused(
     rank_pool: RankPools, changes: dict[str, Any], message: str
 ) -> None:
     for refused in rank_pool(2)(refuse, changes):
         assert message in refused
 
 
-def test_dealt_sets_are_evaluated_together() -> None:
-    """Also if settings of the callback were in force before."""
+def test_deal_with_evaluation_switches_balance_evaluation_on() -> None:
+    """The settings of a callback that was added before stay in force."""
     trainer = make(rows())
     callback = hf_distca.DistCACallback(settings(tile=16))
     trainer.add_callback(callback)
@@ -519,7 +516,7 @@ def test_dealt_sets_are_evaluated_together() -> None:
     assert current_session().config == settings(tile=16, balance_evaluation=True)
 
 
-def test_evaluation_sets_with_names_are_dealt_each() -> None:
+def test_each_named_eval_dataset_is_dealt() -> None:
     trainer = make(rows())
     trainer.eval_dataset = {"first": rows(), "second": rows(completion_mask=masks())}
     hf_distca.deal(trainer, TOKENS, evaluation=True)
@@ -530,7 +527,7 @@ def test_evaluation_sets_with_names_are_dealt_each() -> None:
     assert trainer.args.per_device_eval_batch_size == 1
 
 
-def test_other_batches_are_warned_of_in_a_resumed_training(
+def test_resumed_training_warns_if_its_global_batches_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes = {
@@ -569,7 +566,7 @@ def test_other_batches_are_warned_of_in_a_resumed_training(
 
 
 def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[Any], float]:
-    """Shapes and targets of predictions of an evaluation that is not dealt, and its loss."""
+    """Evaluate rows that are not dealt; return shapes and targets of predictions, and the loss."""
     hf_distca.configure(settings(cost_model="analytic"))
     seen: list[Any] = []
 
@@ -583,7 +580,7 @@ def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[An
         trainer.data_collator = DataCollatorForSeq2Seq(make_tokenizer())
     if dealt:
         hf_distca.deal(trainer, TOKENS // ranks)
-    # Of another number than batches have.
+    # Nine rows do not fill the batches of two ranks.
     short = trainer.eval_dataset.select(range(1, 10))
     loss = trainer.evaluate(short.add_column("labels", documents(*LENGTHS)[1:]))["eval_loss"]
     trainer.predict(short.add_column("labels", documents(*LENGTHS)[1:]))
@@ -591,39 +588,37 @@ def evaluate(rank: int, ranks: int, dealt: bool, padding: bool) -> tuple[list[An
 
 
 @pytest.mark.parametrize("padding", [True, False], ids=["padded", "by default"])
-def test_evaluation_that_is_not_dealt_counts_documents_once(
-    rank_pool: RankPools, padding: bool
-) -> None:
+def test_undealt_evaluation_counts_each_document_once(rank_pool: RankPools, padding: bool) -> None:
     (seen, loss), *_ = rank_pool(2)(evaluate, 2, True, padding)
     targets = sum(LENGTHS[1:]) - (0 if padding else len(LENGTHS[1:]))
     assert [(shape[0], count) for shape, count in seen] == [(9, targets)] * 2
-    if padding:  # by default, no batch can be made of them before
+    if padding:  # without `deal`, the default collator makes no batch of these rows
         assert rank_pool(2)(evaluate, 2, False, padding)[0] == (seen, pytest.approx(loss))
 
 
-def texts() -> Dataset:
-    """Prompts and completions in words."""
+def make_texts() -> Dataset:
+    """Make rows of prompts and completions as text."""
     some = [ids for ids in documents(*LENGTHS) if len(ids) > 1]
     prompts = [text_of(ids[: len(ids) // 2]) for ids in some]
     completions = [text_of(ids[len(ids) // 2 :]) for ids in some]
     return Dataset.from_dict({"prompt": prompts, "completion": completions})
 
 
-# What `SFTConfig` says, and the data.
+# Arguments of `SFTConfig`, and the data.
 TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
-    "prompt and completion": ({}, texts),
-    "packing": ({"max_length": 64, "packing": True}, texts),
-    "LoRA": ({}, texts),
-    "dft": ({"loss_type": "dft"}, texts),
-    "bfloat16": ({"bf16": True, "ddp_find_unused_parameters": None}, texts),
-    OFFLOADED: (OFFLOADING, texts),
+    "prompt and completion": ({}, make_texts),
+    "packing": ({"max_length": 64, "packing": True}, make_texts),
+    "LoRA": ({}, make_texts),
+    "dft": ({"loss_type": "dft"}, make_texts),
+    "bfloat16": ({"bf16": True, "ddp_find_unused_parameters": None}, make_texts),
+    OFFLOADED: (OFFLOADING, make_texts),
 }
 
 
 def make_trl(implementation: str, data: Dataset, peft: Any = None, **changes: Any) -> Trainer:
     from trl import SFTConfig, SFTTrainer
 
-    warnings.simplefilter("ignore", FutureWarning)  # TRL's own, of transformers' names
+    warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated names
     disable_progress_bars()
     always = {**COMMON, "output_dir": tempfile.mkdtemp(), "bf16": False, "max_length": None}
     return SFTTrainer(
@@ -645,7 +640,7 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
         implementation, data(), peft, **{"max_steps": 4, "learning_rate": 1e-2, **changes}
     )
     with (
-        unpinned(name == OFFLOADED),
+        offload_unpinned(name == OFFLOADED),
         patch.object(chunked, "forward", wraps=chunked.forward) as forward,
     ):
         hf_distca.deal(trainer, TOKENS // ranks).train()
@@ -655,31 +650,31 @@ def train_trl(rank: int, ranks: int, implementation: str, name: str) -> list[flo
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("name", in_turn(TRL, 6))
-def test_trl(rank_pool: RankPools, name: str) -> None:
+def test_trl_sft_on_dealt_documents_trains_as_one_process(rank_pool: RankPools, name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     skip_before_offloading(name)
     expected = train_trl(0, 1, "sdpa", name)
-    tolerance = 2e-2 if TRL[name][0].get("bf16") else 1e-5  # norms of gradients are in it
+    tolerance = 2e-2 if TRL[name][0].get("bf16") else 1e-5  # the values include gradient norms
     assert rank_pool(2)(train_trl, 2, "distca", name)[0] == pytest.approx(expected, rel=tolerance)
 
 
-# What `SFTConfig` says of targets, and the data.
+# Arguments of `SFTConfig` that choose targets, and the data.
 OF_TRL: dict[str, tuple[dict[str, Any], Callable[[], Dataset]]] = {
-    "completions": ({}, texts),
-    "prompts, too": ({"completion_only_loss": False}, texts),
-    "padding-free": ({"padding_free": True}, texts),
-    "packed": ({"packing": True, "max_length": 64}, texts),
+    "completions": ({}, make_texts),
+    "prompts, too": ({"completion_only_loss": False}, make_texts),
+    "padding-free": ({"padding_free": True}, make_texts),
+    "packed": ({"packing": True, "max_length": 64}, make_texts),
     "labels": ({}, lambda: rows(labels=[[-100] * 3 + ids[3:] for ids in documents(*LENGTHS)])),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("name", OF_TRL)
-def test_targets_are_those_of_the_collator_of_trl(name: str) -> None:
+def test_dealt_shares_have_the_targets_of_the_collator_of_trl(name: str) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     changes, data = OF_TRL[name]
     trainer = make_trl("distca", data(), **changes)
-    columns = {"input_ids", "labels", "seq_lengths"}  # those that TRL leaves in
+    columns = {"input_ids", "labels", "seq_lengths"}  # the columns that TRL keeps
     rows_of_trl = [
         {name: row[name] for name in columns & row.keys()} for row in trainer.train_dataset
     ]

@@ -1,6 +1,4 @@
-"""Shares of dealt global batches: exact, no collective that a rank waits for, and an error where
-they do not belong together.
-"""
+"""Shares of dealt global batches train exactly, and mismatched shares raise an error."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ from tiny_runs import PAIRS, SIZES, VOCABULARY
 from turns import in_turn
 
 WINDOW = 24
-# Gemma's norms compute in float32, whatever the model is in.
+# Gemma's norms compute in float32 in a model of any dtype.
 CLOSE = {"full": {"rtol": 1e-9, "atol": 1e-12}, "windows": {"rtol": 1e-4, "atol": 1e-8}}
-TOKENS = 192  # of a global batch, on any number of ranks
-# Longer than a rank of two, three or four; one token; two long ones.
+TOKENS = 192  # in a global batch, on any number of ranks
+# One document longer than a rank's tokens, two long ones, one of each, and short ones.
 BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)
 
 
-def model_for(kind: str, implementation: str) -> Any:
+def build_model(kind: str, implementation: str) -> Any:
     torch.manual_seed(0)
     shape = {
         **SIZES,
@@ -56,7 +54,7 @@ def settings(**changes: Any) -> hf_distca.DistCAConfig:
     return tiny_runs.settings(**{"timeout_seconds": 20.0, **changes})
 
 
-def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
+def deal(ranks: int, kind: str, **changes: Any) -> Dealing:
     windows = (None, WINDOW) if kind == "windows" else (None,)
     costs = {
         PlanKey(PAIRS.shape, "cpu", window): replace(PAIRS, window=window) for window in windows
@@ -64,15 +62,15 @@ def dealing(ranks: int, kind: str, **changes: Any) -> Dealing:
     return Dealing(ranks, TOKENS // ranks, costs, settings(**changes))
 
 
-def documents(number: int) -> list[torch.Tensor]:
+def draw_texts(number: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     return [
         torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]
     ]
 
 
-def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
-    texts = documents(number)
+def make_share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
+    texts = draw_texts(number)
     packed = made.make_share(
         np.array([len(one) for one in texts]), (0, number), rank, document_ids=np.arange(len(texts))
     )
@@ -90,7 +88,7 @@ def share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
     }
 
 
-def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def get_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -98,51 +96,49 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def loss_of(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> torch.Tensor:
-    """In float64, which the losses of transformers are not."""
+def compute_loss(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> torch.Tensor:
+    """Compute the loss in float64; the losses of transformers are in float32."""
     logits = model(**batch, use_cache=False).logits[0]
     return torch.nn.functional.cross_entropy(logits, targets[0], reduction="sum") / sum(
         n - 1 for n in BATCHES[number]
     )
 
 
-def loss_of_share(model: Any, made: dict[str, Any], number: int) -> torch.Tensor:
-    """The loss of what `share` made."""
+def compute_share_loss(model: Any, made: dict[str, Any], number: int) -> torch.Tensor:
+    """Compute the loss of a batch from `make_share`."""
     inputs = {name: value for name, value in made.items() if "labels" not in name}
-    return loss_of(model, made["shift_labels"], number, **inputs)
+    return compute_loss(model, made["shift_labels"], number, **inputs)
 
 
 @cache
-def alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the whole global batches in one process under sdpa, and the sum of their
-    gradients.
-    """
-    model, losses = model_for(kind, "sdpa"), []
+def train_alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train on whole documents in one process under sdpa; return losses and summed gradients."""
+    model, losses = build_model(kind, "sdpa"), []
     for number in range(len(BATCHES)):
         total = 0.0
-        for text in documents(number):
+        for text in draw_texts(number):
             targets = torch.cat([text[1:], torch.tensor([-100])])[None]
-            loss = loss_of(model, targets, number, input_ids=text[None])
+            loss = compute_loss(model, targets, number, input_ids=text[None])
             loss.backward()
             total += loss.item()
         losses.append(total)
-    return losses, gradients(model)
+    return losses, get_gradients(model)
 
 
-def together(
+def train_together(
     rank: int, ranks: int, kind: str, changes: dict[str, Any]
 ) -> tuple[list[float], dict[str, Any], list[str], int]:
     hf_distca.configure(settings(**changes))
-    model, losses = model_for(kind, "distca"), []
-    made = dealing(ranks, kind, **changes)
+    model, losses = build_model(kind, "distca"), []
+    made = deal(ranks, kind, **changes)
     hf_distca.prepare(model)
     if changes.get("checkpointing"):
         model.gradient_checkpointing_enable()
-    shares = [share(made, number, rank) for number in range(len(BATCHES))]
+    shares = [make_share(made, number, rank) for number in range(len(BATCHES))]
     with counted_planning() as planning:
         for number, batch in enumerate(shares):
             assert batch["input_ids"].shape == (1, TOKENS // ranks)
-            loss = loss_of_share(model, batch, number)
+            loss = compute_share_loss(model, batch, number)
             loss.backward()
             losses.append(loss.detach())
     sums = torch.stack(losses)
@@ -153,7 +149,7 @@ def together(
     figures = hf_distca.metrics(gather=True).figures()
     return (
         sums.tolist(),
-        gradients(model),
+        get_gradients(model),
         planning,
         int(figures.get("distca/imbalance_measured_after", 0) > 0),
     )
@@ -164,7 +160,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ping-pong": {"ping_pong": True},
     "unbalanced": {"balance": False},
 }
-# Both ways of running, with both kinds of layers, and more than two ranks.
+# With and without ping-pong, with both kinds of layers, and with more than two ranks.
 ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "ping-pong")]
 
 
@@ -172,21 +168,21 @@ ALWAYS = [(2, "full", "whole"), (2, "windows", "ping-pong"), (3, "windows", "pin
     ("ranks", "kind", "change"),
     in_turn(product((2, 3, 4), ("full", "windows"), CHANGES), 12, ALWAYS),
 )
-def test_shares_train_as_one_process_does(
+def test_shares_on_several_ranks_train_as_one_process(
     rank_pool: RankPools, ranks: int, kind: str, change: str
 ) -> None:
     changes = CHANGES[change]
-    losses, grads = alone(kind)
+    losses, grads = train_alone(kind)
     for same_losses, same_grads, planning, measured in rank_pool(ranks)(
-        together, ranks, kind, changes
+        train_together, ranks, kind, changes
     ):
         assert same_losses == pytest.approx(losses, rel=1e-12)
         torch.testing.assert_close(same_grads, grads, **CLOSE[kind])
         kinds = 2 if kind == "windows" else 1
-        # Of one batch the halves exchange nothing, so it is planned again as a whole.
+        # In one batch, the halves exchange nothing, so the batch is planned again as a whole.
         again = change == "ping-pong" and kind == "full"
         assert len(planning) in (kinds * len(BATCHES), kinds * len(BATCHES) + again)
-        assert measured, "it also exchanges what ranks measured"
+        assert measured, "ranks also exchange their measurements"
 
 
 class OddlyPlanned(DealtShare):
@@ -198,11 +194,11 @@ class OddlyPlanned(DealtShare):
         return Plan.from_tasks(right.layout, tasks)
 
 
-def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
-    """What rank 1 of two gets as the second global batch, if something is wrong."""
-    batch = share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
+def make_odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
+    """Make the second global batch of rank 1, with a fault."""
+    batch = make_share(made, 2 if wrong == "batch" else 1, 0 if wrong == "share" else 1)
     packed = batch["distca_documents"]
-    if wrong in ("lengths", "seed"):  # of as many tokens together, or of equal lengths
+    if wrong in ("lengths", "seed"):  # lengths in reverse order, or other document ids
         lengths = BATCHES[1][::-1] if wrong == "lengths" else BATCHES[1]
         other = made.make_share(
             np.array(lengths), (0, 1), 1, document_ids=np.arange(len(lengths)) + (wrong == "seed")
@@ -218,17 +214,17 @@ def odd_share(made: Dealing, wrong: str) -> dict[str, Any]:
 
 
 def train_apart(rank: int, wrong: str) -> None:
-    model, made = model_for("full", "distca"), dealing(2, "full")
+    model, made = build_model("full", "distca"), deal(2, "full")
     for number in range(len(BATCHES)):
         odd = rank == 1 and number == 1
         if odd and wrong == "settings":
             current_session().config = settings(tolerance=0.5)
-        batch = odd_share(made, wrong) if odd else share(made, number, rank)
-        loss_of_share(model, batch, number).backward()
+        batch = make_odd_share(made, wrong) if odd else make_share(made, number, rank)
+        compute_share_loss(model, batch, number).backward()
 
 
-def apart(rank: int, wrong: str) -> str:
-    """The error on this rank, if rank 1 does something else in the second global batch."""
+def catch_mismatch(rank: int, wrong: str) -> str:
+    """Return the error on this rank if rank 1 deviates in the second global batch."""
     hf_distca.configure(settings())
     with pytest.raises(hf_distca.DistCAError) as caught:
         train_apart(rank, wrong)
@@ -265,27 +261,27 @@ OTHER_DOCUMENTS = (
         ("no share", "different ways of loading batches .* in micro-batch 2.*rank 0: 4, rank 1: 0"),
     ],
 )
-def test_shares_that_do_not_belong_together_end_in_an_error(
+def test_mismatched_shares_of_a_global_batch_are_refused_at_once(
     rank_pool: RankPools, wrong: str, said: str
 ) -> None:
     began = time.monotonic()
-    errors = rank_pool(2)(apart, wrong)
+    errors = rank_pool(2)(catch_mismatch, wrong)
     assert time.monotonic() - began < 15, "found at once, not after the timeout of 20 s"
     for error in errors:
         assert re.search(said, error), error
 
 
 def test_a_share_for_another_number_of_ranks_is_refused(rank_pool: RankPools) -> None:
-    for error in rank_pool(2)(for_three_ranks):
+    for error in rank_pool(2)(refuse_share_for_three_ranks):
         assert (
             "global batch 0 of epoch 0 is dealt to 3 ranks, but the attention group has 2: (0, 1)"
             in error
         )
 
 
-def for_three_ranks(rank: int) -> str:
+def refuse_share_for_three_ranks(rank: int) -> str:
     hf_distca.configure(settings())
-    model, batch = model_for("full", "distca"), share(dealing(3, "full"), 0, rank)
+    model, batch = build_model("full", "distca"), make_share(deal(3, "full"), 0, rank)
     with pytest.raises(LayoutError) as caught:
-        loss_of_share(model, batch, 0)
+        compute_share_loss(model, batch, 0)
     return str(caught.value)

@@ -1,6 +1,4 @@
-"""`document_shares` in the Trainer and TRL: what they make of it stays a data set of shares, and
-trains as one process does.
-"""
+"""`document_shares` in the Trainer: shares keep their order, epoch, costs and exact losses."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ from ranks import RankPools
 from recorded import counted_planning
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
-TOKENS = 96  # of a global batch: two documents are longer
+TOKENS = 96  # in a global batch; two documents are longer
 SHAPE = AttentionShape(4, 2, 16, 16, 4)
 
 
-def some_documents() -> datasets.Dataset:
+def make_documents() -> datasets.Dataset:
     return datasets.Dataset.from_dict({"input_ids": tiny_runs.documents(*LENGTHS)})
 
 
@@ -51,19 +49,17 @@ def make(ranks: int, **more: Any) -> Any:
     return tiny_runs.share_documents(LENGTHS, TOKENS, ranks, **how)
 
 
-def trainer_of(dataset: Any, **more: Any) -> Trainer:
+def build_trainer(dataset: Any, **more: Any) -> Trainer:
     how = {"remove_unused_columns": True, "num_train_epochs": 2, "bf16": False, **more}
     return tiny_runs.make_trainer("distca", dataset, train_sampling_strategy="sequential", **how)
 
 
 def train_on_a_part(rank: int) -> str:
-    """Rows of one length that were divided by rank before they were dealt, as most data sets are
-    made.
-    """
+    """Train on rows that were divided by rank before they were dealt; return the error."""
     whole = datasets.Dataset.from_dict({"input_ids": tiny_runs.documents(*[48] * 40)})
     part = split_dataset_by_node(whole, rank, 2)
     config = tiny_runs.settings()
-    trainer = trainer_of(
+    trainer = build_trainer(
         hf_distca.document_shares(part, 120, shapes=[(SHAPE, None)], config=config, ranks=2)
     )
     with pytest.raises(hf_distca.DistCADesyncError) as caught:
@@ -81,15 +77,17 @@ def test_documents_divided_by_rank_are_refused(rank_pool: RankPools) -> None:
 
 def test_run_resumed_in_its_second_epoch_has_the_same_shares(tmp_path: Path) -> None:
     items = sum(LENGTHS) // TOKENS
-    whole = trainer_of(make(1), folder=str(tmp_path), save_strategy="steps", save_steps=items + 2)
+    whole = build_trainer(
+        make(1), folder=str(tmp_path), save_strategy="steps", save_steps=items + 2
+    )
     whole.train()
-    resumed = trainer_of(make(1), folder=str(tmp_path / "other"))
+    resumed = build_trainer(make(1), folder=str(tmp_path / "other"))
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{items + 2}"))
     assert tiny_runs.losses(resumed) == pytest.approx(tiny_runs.losses(whole), rel=1e-6)
 
 
 class Epochs(TrainerCallback):
-    """Notes the epoch that the shares are of."""
+    """Record the epoch of the shares after each step."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -101,16 +99,16 @@ class Epochs(TrainerCallback):
 
 
 @pytest.mark.parametrize("unused", [True, False])
-def test_the_trainer_tells_shares_their_epoch(unused: bool) -> None:
+def test_trainer_sets_the_epoch_of_shares(unused: bool) -> None:
     dataset, epochs = make(1), Epochs()
-    trainer = trainer_of(dataset, remove_unused_columns=unused, callbacks=[epochs])
+    trainer = build_trainer(dataset, remove_unused_columns=unused, callbacks=[epochs])
     trainer.train()
     items = sum(LENGTHS) // TOKENS
     assert epochs.seen == [0] * items + [1] * items
     assert find_shares(trainer.get_train_dataloader()) is find_shares(dataset)
 
 
-def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
+def test_find_shares_sees_through_datasets_subsets_and_loaders() -> None:
     dataset = make(2)
     shares = find_shares(dataset)
     assert isinstance(shares, Shares)
@@ -125,13 +123,13 @@ def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
     ):
         assert find_shares(wrapped) is shares
     stream = hf_distca.document_shares(
-        some_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2
+        make_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2
     )
     assert find_shares(DataLoader(IterableDatasetShard(stream))) is stream
     for other in (
         None,
-        some_documents(),
-        some_documents().with_transform(lambda rows: rows),
+        make_documents(),
+        make_documents().with_transform(lambda rows: rows),
         [1],
         "text",
         DataLoader([1]),
@@ -139,17 +137,17 @@ def test_shares_are_found_behind_what_is_wrapped_around_them() -> None:
         assert find_shares(other) is None
 
 
-def dealing_of(**how: Any) -> Any:
-    shares = find_shares(hf_distca.document_shares(some_documents(), 16, **how))
+def read_dealing(**how: Any) -> Any:
+    shares = find_shares(hf_distca.document_shares(make_documents(), 16, **how))
     assert shares is not None
     return shares.deal_settings
 
 
-def test_dealing_follows_the_model_settings_and_place() -> None:
+def test_dealing_takes_its_costs_from_the_model_settings_and_device() -> None:
     config = Gemma2Config(**tiny_runs.SIZES, head_dim=16, sliding_window=40, dtype=torch.bfloat16)
     half = AttentionShape(4, 2, 16, 16, 2)
     settings = hf_distca.DistCAConfig(tile=64, ping_pong=True)
-    made = dealing_of(model=config, ranks=4, ranks_per_node=2, device="cuda", config=settings)
+    made = read_dealing(model=config, ranks=4, ranks_per_node=2, device="cuda", config=settings)
     assert (made.ranks, made.tokens_per_rank, made.ranks_per_node, made.config) == (
         4,
         16,
@@ -164,12 +162,12 @@ def test_dealing_follows_the_model_settings_and_place() -> None:
 
     own = CostModel.make_of_pairs(AttentionShape(1, 1, 8, 8, 2))
     hf_distca.configure(hf_distca.DistCAConfig(cost_model=own))
-    made = dealing_of(model=tiny_runs.tiny_llama("sdpa"), dtype=torch.float64)
+    made = read_dealing(model=tiny_runs.tiny_llama("sdpa"), dtype=torch.float64)
     (key,) = made.costs
     assert (made.ranks, key) == (1, PlanKey(AttentionShape(4, 2, 16, 16, 8), "cpu"))
     assert made.costs[key] == replace(own, shape=key.shape)
     hf_distca.configure()
-    assert list(dealing_of(shapes=[(SHAPE, 5)], device="cpu").costs) == [PlanKey(SHAPE, "cpu", 5)]
+    assert list(read_dealing(shapes=[(SHAPE, 5)], device="cpu").costs) == [PlanKey(SHAPE, "cpu", 5)]
 
 
 @pytest.mark.parametrize(
@@ -183,14 +181,16 @@ def test_shares_are_planned_for_the_launchers_precision(
     if mixed is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed)
     model = tiny_runs.tiny_llama("sdpa")
-    assert [key.shape.element_bytes for key in dealing_of(model=model).costs] == [element_bytes]
+    assert [key.shape.element_bytes for key in read_dealing(model=model).costs] == [element_bytes]
     assert [
-        key.shape.element_bytes for key in dealing_of(model=model, dtype=torch.float64).costs
+        key.shape.element_bytes for key in read_dealing(model=model, dtype=torch.float64).costs
     ] == [8]
     if mixed not in (None, "fp16"):  # fp16 is for GPUs
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         Accelerator(mixed_precision=mixed, cpu=True)
-        assert [key.shape.element_bytes for key in dealing_of(model=model).costs] == [element_bytes]
+        assert [key.shape.element_bytes for key in read_dealing(model=model).costs] == [
+            element_bytes
+        ]
 
 
 class Endless:
@@ -201,7 +201,7 @@ class Endless:
             yield np.arange(10)
 
 
-def test_documents_without_a_length_are_streamed() -> None:
+def test_data_set_without_a_length_becomes_a_stream_of_shares() -> None:
     stream = hf_distca.document_shares(Endless(), 8, shapes=[(SHAPE, None)], ranks=2)
     assert isinstance(stream, StreamedShares)
     first = next(iter(stream))
@@ -211,8 +211,8 @@ def test_documents_without_a_length_are_streamed() -> None:
             hf_distca.document_shares(Endless(), 8, shapes=[(SHAPE, None)], ranks=2, **how)
 
 
-def test_columns_are_refused_that_the_model_takes() -> None:
-    documents = some_documents().add_column("token_type_ids", [[0] * length for length in LENGTHS])
+def test_columns_that_the_model_takes_as_inputs_are_refused() -> None:
+    documents = make_documents().add_column("token_type_ids", [[0] * length for length in LENGTHS])
     hf_distca.document_shares(documents, 16, model=tiny_runs.tiny_llama("sdpa"))
     config = AutoConfig.for_model(
         "roberta", is_decoder=True, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
@@ -225,38 +225,38 @@ def test_columns_are_refused_that_the_model_takes() -> None:
         hf_distca.document_shares(documents, 16, model=config)
 
 
-def test_what_cannot_be_dealt_is_refused() -> None:
+def test_wrong_arguments_of_document_shares_are_refused() -> None:
     with pytest.raises(
         hf_distca.ConfigError, match=r"model=NoneType is neither a model .* or shapes"
     ):
-        hf_distca.document_shares(some_documents(), 16)
+        hf_distca.document_shares(make_documents(), 16)
     with pytest.raises(hf_distca.ConfigError, match=r"shapes=\[\] is empty"):
-        hf_distca.document_shares(some_documents(), 16, shapes=[])
+        hf_distca.document_shares(make_documents(), 16, shapes=[])
     for wrong in ({"ranks": 0}, {"ranks": 2, "ranks_per_node": 3}, {"tokens_per_rank": 0}):
         with pytest.raises(hf_distca.ConfigError, match=r"ranks|tokens"):
             hf_distca.document_shares(
-                some_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
+                make_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
             )
     with pytest.raises(LayoutError, match="642 tokens together, but a global batch has 10000"):
-        hf_distca.document_shares(some_documents(), 10_000, model=LlamaConfig(), fill="cut")
+        hf_distca.document_shares(make_documents(), 10_000, model=LlamaConfig(), fill="cut")
 
 
 @pytest.mark.parametrize(
     ("how", "is_whole"), [({}, True), ({"seed": None}, False), ({"fill": "cut"}, False)]
 )
 def test_shuffled_documents_stay_whole_by_default(how: dict[str, Any], is_whole: bool) -> None:
-    """Packing changes their order, so documents in their order are cut."""
-    dataset = hf_distca.document_shares(some_documents(), 200, shapes=[(SHAPE, None)], **how)
+    """Only another order keeps documents whole, so documents in the given order are cut."""
+    dataset = hf_distca.document_shares(make_documents(), 200, shapes=[(SHAPE, None)], **how)
     shares = find_shares(dataset)
     starts = [shares.batches.get_pieces(0, number).starts for number in range(len(shares.batches))]
     assert np.concatenate(starts).any() != is_whole
 
 
 def evaluate(rank: int, ranks: int) -> dict[str, float]:
-    """Evaluation on documents longer than a rank, on all ranks together."""
+    """Evaluate documents longer than a rank's tokens on all ranks together."""
     config = tiny_runs.settings(balance_evaluation=True)
     shares = make(ranks, config=config, seed=None, fill=None)
-    trainer = trainer_of(
+    trainer = build_trainer(
         shares, eval_dataset=shares, config=config, num_train_epochs=3, remove_unused_columns=False
     )
     with counted_planning() as planning:
@@ -268,7 +268,7 @@ def evaluate(rank: int, ranks: int) -> dict[str, float]:
     }
 
 
-def test_ranks_evaluate_long_documents_together(rank_pool: RankPools) -> None:
+def test_evaluation_of_shares_has_the_loss_of_one_process(rank_pool: RankPools) -> None:
     alone = evaluate(0, 1)
     for ranks in (2, 3):
         for found in rank_pool(ranks)(evaluate, ranks):

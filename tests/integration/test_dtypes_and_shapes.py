@@ -1,6 +1,4 @@
-"""The attention function in every dtype, head layout and padding: no worse than twice the error of
-sdpa in the same dtype.
-"""
+"""The attention function in every dtype, head layout and padding, compared with sdpa."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from ranks import RankPools
 from tiny_runs import settings
 from turns import in_turn
 
-SCALING = 0.11  # of no head dim below
-# Tokens of the documents in each row of each rank's batch, and where its padding is.
+SCALING = 0.11  # the default scale of no head dim below
+# Lengths of documents by rank and row: packed, and by the side of the padding.
 PACKED = {0: [(301,)], 1: [(40, 1, 77, 13)]}
 PADDED = {
     "left": {0: [(290,), (33,)], 1: [(17,), (60,)]},
@@ -30,7 +28,7 @@ PADDED = {
 
 @dataclass(frozen=True)
 class Case:
-    """What the attention function is called with."""
+    """The arguments of one call of the attention function."""
 
     dtype: torch.dtype = torch.float32
     autocast: bool = False
@@ -40,12 +38,12 @@ class Case:
     scaling: float | None = SCALING
 
 
-def leaves(case: Case, batch: int, length: int, rank: int) -> list[torch.Tensor]:
-    """A fused projection (batch, length, heads of q, k, v and one more, width), and dO (batch,
+def draw_leaves(case: Case, batch: int, length: int, rank: int) -> list[torch.Tensor]:
+    """Draw a fused projection (batch, length, heads of q, k, v and one more, width), and dO (batch,
     length, heads, width).
 
-    q, k and v are views of it, as models make them, with gaps between their rows: none is
-    contiguous in any order.
+    q, k and v are views of the projection, as in models; with gaps between rows, no view is
+    contiguous.
     """
     generator = torch.Generator().manual_seed(rank)
     heads, key_heads = case.heads
@@ -61,13 +59,13 @@ def leaves(case: Case, batch: int, length: int, rank: int) -> list[torch.Tensor]
     return [fused.to(case.dtype), d_out.to(case.dtype)]
 
 
-def split(fused: torch.Tensor, case: Case) -> tuple[torch.Tensor, ...]:
+def split_heads(fused: torch.Tensor, case: Case) -> tuple[torch.Tensor, ...]:
     heads, key_heads = case.heads
     return fused.transpose(1, 2)[:, :-1].split([heads, key_heads, key_heads], 1)
 
 
-def where(rows: list[tuple[int, ...]], side: str | None) -> tuple[int, list[tuple[int, int, int]]]:
-    """Length of the batch, and (row, start, tokens) of each document."""
+def locate(rows: list[tuple[int, ...]], side: str | None) -> tuple[int, list[tuple[int, int, int]]]:
+    """Return the length of the batch, and (row, start, tokens) of each document."""
     length = max(map(sum, rows))
     found = []
     for number, row in enumerate(rows):
@@ -78,12 +76,12 @@ def where(rows: list[tuple[int, ...]], side: str | None) -> tuple[int, list[tupl
     return length, found
 
 
-def dense(
+def run_sdpa(
     fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[tuple[int, int, int]]
 ) -> list[torch.Tensor]:
-    """Output and gradient of the projection with sdpa, one document at a time."""
+    """Compute output and gradient of the projection with sdpa, one document at a time."""
     leaf = fused.detach().clone().requires_grad_()
-    q, k, v = split(leaf, case)
+    q, k, v = split_heads(leaf, case)
     out = torch.zeros_like(d_out)
     for row, start, tokens in documents:
         cut = [t[row : row + 1, :, start : start + tokens] for t in (q, k, v)]
@@ -96,10 +94,10 @@ def dense(
     return [out, leaf.grad]
 
 
-def ours(
+def run_distca(
     fused: torch.Tensor, d_out: torch.Tensor, case: Case, documents: list[tuple[int, int, int]]
 ) -> list[torch.Tensor]:
-    """The same with distca, the batch at once."""
+    """Compute output and gradient of the projection with distca, the whole batch at once."""
     leaf = fused.detach().clone().requires_grad_()
     batch, length = fused.shape[:2]
     positions, padding = (
@@ -113,23 +111,21 @@ def ours(
     attention = AttentionInterface()["distca"]
     module = torch.nn.Module().train()
     out, _ = attention(
-        module, *split(leaf, case), handle, scaling=case.scaling, position_ids=positions
+        module, *split_heads(leaf, case), handle, scaling=case.scaling, position_ids=positions
     )
     out.backward(d_out.to(out.dtype))
     return [out.detach(), leaf.grad]
 
 
-def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool, int]:
-    """Errors of (distca, sdpa) against float64 by name, whether padding got nothing, and bytes
-    sent.
-    """
+def measure_errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool, int]:
+    """Return errors of (distca, sdpa) by tensor, whether padding is zero, and the sent bytes."""
     hf_distca.configure(settings())
     rows = PACKED[rank] if case.padding is None else PADDED[case.padding][rank]
-    length, documents = where(rows, case.padding)
-    fused, d_out = leaves(case, len(rows), length, rank)
-    exact = dense(fused.double(), d_out.double(), case, documents)
+    length, documents = locate(rows, case.padding)
+    fused, d_out = draw_leaves(case, len(rows), length, rank)
+    exact = run_sdpa(fused.double(), d_out.double(), case, documents)
     with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
-        stock, got = (run(fused, d_out, case, documents) for run in (dense, ours))
+        stock, got = (run(fused, d_out, case, documents) for run in (run_sdpa, run_distca))
     real = torch.zeros(len(rows), length, dtype=torch.bool)
     for row, start, tokens in documents:
         real[row, start : start + tokens] = True
@@ -137,7 +133,7 @@ def errors(rank: int, case: Case) -> tuple[dict[str, tuple[float, float]], bool,
     for name, mine, theirs, want in (
         ("output", got[0], stock[0], exact[0]),
         *(
-            (name, *(split(t[1], case)[i] for t in (got, stock, exact)))
+            (name, *(split_heads(t[1], case)[i] for t in (got, stock, exact)))
             for i, name in enumerate(("dq", "dk", "dv"))
         ),
     ):
@@ -180,14 +176,14 @@ def check(found: dict[str, tuple[float, float]], clean: bool) -> None:
 
 
 @pytest.mark.parametrize("name", in_turn(CASES, 4))
-def test_one_rank(name: str) -> None:
+def test_error_on_one_rank_is_at_most_twice_that_of_sdpa(name: str) -> None:
     for rank in (0, 1):
-        found, clean, _ = errors(rank, CASES[name])
+        found, clean, _ = measure_errors(rank, CASES[name])
         check(found, clean)
 
 
 @pytest.mark.parametrize("name", in_turn(CASES, 4))
-def test_two_ranks(name: str, rank_pool: RankPools) -> None:
-    for found, clean, sent in rank_pool(2)(errors, CASES[name]):
+def test_error_on_two_ranks_is_at_most_twice_that_of_sdpa(name: str, rank_pool: RankPools) -> None:
+    for found, clean, sent in rank_pool(2)(measure_errors, CASES[name]):
         assert sent, "nothing was exchanged, so nothing was tested"
         check(found, clean)

@@ -39,9 +39,7 @@ class MineConfig(PreTrainedConfig):
 
 
 class Mine(PreTrainedModel):
-    """Somebody's own decoder: two attention layers over embeddings, no positions, without a layer
-    class of transformers.
-    """
+    """A custom decoder of two attention layers, without positions or classes of transformers."""
 
     config_class = MineConfig
     _supports_sdpa = True
@@ -74,7 +72,7 @@ class Mine(PreTrainedModel):
 def run_mine(
     implementation: str, arguments: dict[str, Any], masked: bool = True
 ) -> list[torch.Tensor]:
-    """Logits of two packed documents and the gradients."""
+    """Return the logits of two packed documents, and the gradients."""
     torch.manual_seed(0)
     model = Mine(MineConfig(attn_implementation=implementation), arguments, masked).double().train()
     positions = torch.cat([torch.arange(11), torch.arange(6)])[None]
@@ -89,25 +87,24 @@ def _defaults() -> None:
     hf_distca.configure()
 
 
-def test_a_model_of_ones_own_that_says_what_distca_knows_works() -> None:
+def test_custom_model_with_known_arguments_equals_sdpa() -> None:
     for got, want in zip(
         run_mine("distca", {"use_cache": False}), run_mine("sdpa", {}), strict=True
     ):
         torch.testing.assert_close(got, want)
 
 
-def test_own_model_with_an_unknown_argument_is_refused() -> None:
-    """A model of one's own that says more is refused by the argument."""
+def test_custom_model_with_an_unknown_argument_is_refused() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="Mine passes alibi_slopes"):
         run_mine("distca", {"alibi_slopes": torch.ones(4)})
 
 
-def test_a_model_of_ones_own_without_a_mask_function_is_refused() -> None:
+def test_custom_model_without_a_mask_function_is_refused() -> None:
     with pytest.raises(hf_distca.UnsupportedError, match="create_causal_mask"):
         run_mine("distca", {}, masked=False)
 
 
-def test_a_mask_part_that_is_no_function_is_refused() -> None:
+def test_mask_with_a_partial_as_its_part_becomes_a_foreign_mask() -> None:
     part = partial(causal_mask_function)
     mask = ALL_MASK_ATTENTION_FUNCTIONS["distca"](
         batch_size=1, q_length=6, kv_length=6, mask_function=and_masks(causal_mask_function, part)
@@ -138,7 +135,7 @@ ENCODER_DECODERS = {
 }
 
 
-def encoder_decoder(name: str) -> PreTrainedModel:
+def build_encoder_decoder(name: str) -> PreTrainedModel:
     return AutoModelForSeq2SeqLM.from_config(ENCODER_DECODERS[name], attn_implementation="distca")
 
 
@@ -148,11 +145,11 @@ def test_encoder_decoder_is_refused_in_its_first_forward(name: str) -> None:
     with pytest.raises(
         hf_distca.UnsupportedError, match=f"{name} models: .* encoder with a decoder"
     ):
-        encoder_decoder(name)(input_ids=ids, labels=ids)
+        build_encoder_decoder(name)(input_ids=ids, labels=ids)
 
 
 def test_an_encoder_decoder_is_refused_by_name_before_training() -> None:
-    trainer = make_trainer("distca", rows(4), model=encoder_decoder("bart"), max_steps=1)
+    trainer = make_trainer("distca", rows(4), model=build_encoder_decoder("bart"), max_steps=1)
     steps: list[int] = []
     trainer.training_step = lambda *_args, **_kwargs: steps.append(1)
     with pytest.raises(hf_distca.UnsupportedError, match=r"bart models: .* encoder with a decoder"):
@@ -160,8 +157,8 @@ def test_an_encoder_decoder_is_refused_by_name_before_training() -> None:
     assert not steps
 
 
-def test_a_tower_of_images_is_refused() -> None:
-    """Its attention both ways would be that of text, but for the ranks that have no images."""
+def test_vision_model_under_distca_is_refused() -> None:
+    """Two-way attention could be computed, but ranks without images would not take part."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = ViTConfig(**sizes, intermediate_size=32, image_size=28, patch_size=14)
     config._attn_implementation = "distca"
@@ -169,8 +166,8 @@ def test_a_tower_of_images_is_refused() -> None:
         ViTModel(config).train()(torch.randn(1, 3, 28, 28))
 
 
-def test_generation_of_a_decoder_with_an_unused_mask() -> None:
-    """Bart's, for a cross attention that it has only with an encoder."""
+def test_bart_decoder_with_an_unused_mask_generates_as_under_sdpa() -> None:
+    """The mask is for a cross attention that exists only with an encoder."""
     ids, outputs = torch.randint(4, 61, (2, 7), generator=torch.Generator().manual_seed(2)), []
     for implementation in ("distca", "sdpa"):
         torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""What a forward plans, keeps and computes where engines, modes and dtypes are not the plain
-ones.
-"""
+"""What a forward plans, keeps and computes under FSDP2, torch.func, fake tensors and autocast."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import model_for, relative
+from test_parity import build_model, measure_error
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -30,12 +28,10 @@ from turns import in_turn
 LAYERS = 2
 
 
-def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool) -> tuple[int, int]:
-    """Collectives of planning one micro-batch under FSDP2, and how many micro-batches were
-    counted.
-    """
+def count_collectives(rank: int, dtype: torch.dtype | None, ping_pong: bool) -> tuple[int, int]:
+    """Train one micro-batch under FSDP2; count its planning collectives and micro-batches."""
     hf_distca.configure(settings(ping_pong=ping_pong))
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
@@ -51,13 +47,13 @@ def collectives_of_a_step(rank: int, dtype: torch.dtype | None, ping_pong: bool)
 def test_fsdp2_plans_a_micro_batch_once_in_any_precision(
     rank_pool: RankPools, dtype: torch.dtype | None, ping_pong: bool
 ) -> None:
-    assert rank_pool(2)(collectives_of_a_step, dtype, ping_pong) == [(2, 1)] * 2
+    assert rank_pool(2)(count_collectives, dtype, ping_pong) == [(2, 1)] * 2
 
 
-def bytes_after_layers(training: bool) -> list[int]:
-    """Bytes alive after each layer of a forward without gradients."""
+def measure_bytes(training: bool) -> list[int]:
+    """Return the bytes alive after each layer of a forward without gradients."""
     hf_distca.configure()
-    model = model_for(2, "distca", torch.float32).train(training)
+    model = build_model(2, "distca", torch.float32).train(training)
     alive: list[int] = []
     with LiveBytes() as live, torch.no_grad():
         hooks = [
@@ -70,18 +66,16 @@ def bytes_after_layers(training: bool) -> list[int]:
     return alive
 
 
-def test_a_training_forward_without_gradients_keeps_nothing() -> None:
-    training, evaluating = bytes_after_layers(training=True), bytes_after_layers(training=False)
+def test_training_forward_under_no_grad_keeps_as_little_as_evaluation() -> None:
+    training, evaluating = measure_bytes(training=True), measure_bytes(training=False)
     assert training == evaluating
     assert len(training) == LAYERS
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["documents", "positions"])
 @pytest.mark.parametrize("rope", ["default", "dynamic"])
-def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
-    """What asks the call stack must not keep it: a frame that it looked at, or what that frame had
-    in hand then.
-    """
+def test_step_keeps_no_logits_of_earlier_steps(rope: str, given: bool) -> None:
+    """Code that reads the call stack must not keep a frame or the variables of a frame."""
     hf_distca.configure()
     config = tiny_llama("distca").config
     config.rope_parameters = {"rope_type": rope, "rope_theta": 10_000.0, "factor": 4.0}
@@ -101,7 +95,7 @@ def test_a_step_keeps_nothing_of_the_one_before(rope: str, given: bool) -> None:
         gc.enable()
 
 
-def func_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
+def differentiate(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (), inputs).logits.sin().sum()
 
@@ -109,8 +103,8 @@ def func_gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     return [gradient.detach() for gradient in gradients.values()]
 
 
-def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Tensor], ...]:
-    """Gradients of torch.func under distca, in a first forward, and of each document alone."""
+def compare_gradients(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Tensor], ...]:
+    """Compute gradients with torch.func: under distca, and of each document alone under eager."""
     hf_distca.configure(settings(ping_pong=True))
     torch.manual_seed(0)
     make_config, sizes = CONFIG_MAPPING[family], {**SIZES, "head_dim": 16, "sliding_window": 8}
@@ -125,35 +119,35 @@ def transformed(rank: int, family: str, use_cache: bool) -> tuple[list[torch.Ten
     given.pop("labels", None)
     lengths = given["distca_documents"].lengths
     alone = [
-        func_gradients(models[1], {"input_ids": part, "use_cache": False})
+        differentiate(models[1], {"input_ids": part, "use_cache": False})
         for part in given["input_ids"].split(list(lengths), 1)
     ]
-    return func_gradients(models[0], given), [sum(parts) for parts in zip(*alone, strict=True)]
+    return differentiate(models[0], given), [sum(parts) for parts in zip(*alone, strict=True)]
 
 
 @pytest.mark.parametrize(
     ("family", "use_cache"), [("llama", False), ("mistral", True), ("gemma2", False)]
 )
-def test_transforms_of_torch_func(rank_pool: RankPools, family: str, use_cache: bool) -> None:
-    """They take no exchange: each rank computes its own documents."""
-    for found, wanted in rank_pool(2)(transformed, family, use_cache):
+def test_torch_func_gradients_are_exact(rank_pool: RankPools, family: str, use_cache: bool) -> None:
+    """Transforms allow no exchange, so each rank computes its own documents."""
+    for found, wanted in rank_pool(2)(compare_gradients, family, use_cache):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cut_document_in_a_transform_is_refused() -> None:
+def test_document_without_its_beginning_under_torch_func_is_refused() -> None:
     hf_distca.configure()
     pieces = {"distca_documents": PackedDocuments((10,), (10,), (7,)), "use_cache": False}
     ids = torch.ones(1, 10, dtype=torch.long)
     with pytest.raises(hf_distca.UnsupportedError, match=r"torch\.func"):
-        func_gradients(
-            model_for(2, "distca", torch.float64),
+        differentiate(
+            build_model(2, "distca", torch.float64),
             {"input_ids": ids, "position_ids": torch.arange(10, 20)[None], **pieces},
         )
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_forwards_without_values(kind: str) -> None:
-    """Shapes alone, as tools look at them that estimate memory."""
+def test_meta_and_fake_tensors_run_forward_and_backward(kind: str) -> None:
+    """Tools that estimate memory run models on tensors without values."""
     hf_distca.configure(settings(ping_pong=True))
     with FakeTensorMode() if kind == "fake" else torch.device("meta"):
         ids = torch.ones(2, 20, dtype=torch.long)
@@ -167,7 +161,7 @@ def test_forwards_without_values(kind: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
     hf_distca.configure()
-    model = model_for(2, "distca", torch.float64).train(training)
+    model = build_model(2, "distca", torch.float64).train(training)
     ids = torch.arange(20)[None] % 11
     whole = model(input_ids=ids, use_cache=False).logits
     positions = {"input_ids": ids, "position_ids": torch.arange(20)[None]}
@@ -179,7 +173,7 @@ def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
 
 def test_lone_rank_refuses_segments_without_a_beginning() -> None:
     hf_distca.configure()
-    model = model_for(2, "distca", torch.float64)
+    model = build_model(2, "distca", torch.float64)
     positions = {
         "input_ids": torch.ones(1, 10, dtype=torch.long),
         "position_ids": torch.arange(10, 20)[None],
@@ -191,38 +185,38 @@ def test_lone_rank_refuses_segments_without_a_beginning() -> None:
         model.eval()(**positions, distca_documents=pieces, use_cache=False)
 
 
-def dtypes_under_autocast(rank: int) -> tuple[list[int], list[str]]:
-    """Element bytes that plans were made with, and dtypes of q."""
+def train_under_autocast(rank: int) -> tuple[list[int], list[str]]:
+    """Train under autocast; return the element bytes of the costs, and the dtypes of q."""
     hf_distca.configure()
     with torch.autocast("cpu", torch.bfloat16):
-        model_for(2, "distca", torch.float32)(
+        build_model(2, "distca", torch.float32)(
             **pack(*([96], [16])[rank]), use_cache=False
         ).loss.backward()
     costs = current_session().planner.costs
     return [shape.element_bytes for shape, _ in costs], [*costs.dtypes.values()]
 
 
-def test_costs_are_those_of_the_dtype_that_is_computed_in(rank_pool: RankPools) -> None:
-    assert rank_pool(2)(dtypes_under_autocast) == [([2], ["torch.bfloat16"])] * 2
+def test_costs_under_autocast_are_those_of_bfloat16(rank_pool: RankPools) -> None:
+    assert rank_pool(2)(train_under_autocast) == [([2], ["torch.bfloat16"])] * 2
 
 
-def refused(rank: int, positions: list[int]) -> str:
+def catch_refusal(rank: int, positions: list[int]) -> str:
     hf_distca.configure()
     ids = torch.ones(1, len(positions), dtype=torch.long)
     with pytest.raises(hf_distca.UnsupportedError) as caught:
-        model_for(2, "distca", torch.float32)(
+        build_model(2, "distca", torch.float32)(
             input_ids=ids, position_ids=torch.tensor([positions]), use_cache=False
         )
     return str(caught.value)
 
 
 def test_row_cut_over_ranks_by_another_tool_is_refused(rank_pool: RankPools) -> None:
-    for rank, message in enumerate(rank_pool(2)(refused, [4, 5, 6, 0, 1])):
+    for rank, message in enumerate(rank_pool(2)(catch_refusal, [4, 5, 6, 0, 1])):
         assert message.startswith(f"rank {rank}: row 0 of a training batch begins at position 4")
 
 
-def gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients of a sum of losses, summed over ranks."""
+def sum_gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Compute the gradients of the summed losses, and add them over ranks."""
     torch.stack(losses).sum().backward()
     found = {
         name: parameter.grad
@@ -234,34 +228,35 @@ def gradients(model: torch.nn.Module, losses: list[torch.Tensor]) -> dict[str, t
     return found
 
 
-def under_real_costs(rank: int) -> tuple[int, int, float]:
-    """Exchanges, bytes sent, and the largest relative difference of gradients to each document
-    alone under sdpa.
+def train_with_built_in_costs(rank: int) -> tuple[int, int, float]:
+    """Train with built-in costs; return exchanges, sent bytes and the largest error of a gradient.
+
+    The reference is each document alone under sdpa.
     """
-    hf_distca.configure()  # built-in costs, default tiles and gains: a plan as users get it
+    hf_distca.configure()  # the default settings
     documents = (
         [torch.arange(2048) % 13]
         if rank == 0
         else [torch.arange(n, n + 256) % 13 for n in range(8)]
     )
-    model = model_for(2, "distca", torch.float64)
+    model = build_model(2, "distca", torch.float64)
     packed = hf_distca.PackingCollator()([{"documents": [one.tolist() for one in documents]}])
-    ours = gradients(model, [model(**packed, use_cache=False).logits.square().sum()])
-    alone = model_for(2, "sdpa", torch.float64)
-    theirs = gradients(
+    ours = sum_gradients(model, [model(**packed, use_cache=False).logits.square().sum()])
+    alone = build_model(2, "sdpa", torch.float64)
+    theirs = sum_gradients(
         alone,
         [alone(input_ids=one[None], use_cache=False).logits.square().sum() for one in documents],
     )
-    worst = max(relative(ours[name], want) for name, want in theirs.items())
+    worst = max(measure_error(ours[name], want) for name, want in theirs.items())
     return current_session().meter.dispatches, current_session().meter.sent_bytes, worst
 
 
-# Of six ranks, some pass keys on.
+# Among six ranks, some are relays.
 @pytest.mark.parametrize(("ranks", "hops"), in_turn([(2, 1), (6, 2)], 2, [(2, 1)]))
-def test_a_plan_of_the_built_in_costs_moves_work_and_is_exact(
+def test_plan_with_built_in_costs_moves_work_and_is_exact(
     rank_pool: RankPools, ranks: int, hops: int
 ) -> None:
-    results = rank_pool(ranks)(under_real_costs)
+    results = rank_pool(ranks)(train_with_built_in_costs)
     assert all(
         dispatches == 2 * hops * LAYERS and worst <= 1e-9 for dispatches, _, worst in results
     )

@@ -1,6 +1,4 @@
-"""The rates that plans of a GPU begin with: built-in figures times the factor of its kernel, the
-same on all ranks.
-"""
+"""The first cost model of a GPU: built-in rates times the factor of its kernel, on all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ H100, A100, L40S = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA L40
 OWN = CostModel.make_analytic(SHAPE, device_type="cpu")
 
 
-def learned(
+def make_first_cost(
     rank: int,
     devices: list[str],
     kernels: list[str],
     flash: str | None = None,
     own: CostModel | None = None,
 ) -> CostModel:
-    """What a rank with this GPU and kernel begins with; torch may run another flash-attention."""
+    """Return the first cost model of a rank with this GPU, kernel and flash attention of torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_name", lambda _: devices[rank])
         patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: flash)
@@ -66,18 +64,18 @@ def learned(
         ([L40S, L40S], ["flash_attn", "flash_attn"], None, "analytic cuda"),
     ],
 )
-def test_ranks_begin_with_one_cost_model(
+def test_ranks_with_any_gpus_and_kernels_begin_with_one_cost_model(
     rank_pool: RankPools,
     devices: list[str],
     kernels: list[str],
     flash: str | None,
     name: str,
 ) -> None:
-    first, second = rank_pool(2)(learned, devices, kernels, flash)
+    first, second = rank_pool(2)(make_first_cost, devices, kernels, flash)
     assert first == second
     assert (first.tile, first.window) == (256, None)
     assert first.name.startswith(name)
 
 
-def test_a_cost_model_of_ones_own_has_no_factor() -> None:
-    assert learned(0, [H100], ["flash_attn_3"], own=OWN) == OWN
+def test_cost_model_from_the_settings_gets_no_factor() -> None:
+    assert make_first_cost(0, [H100], ["flash_attn_3"], own=OWN) == OWN

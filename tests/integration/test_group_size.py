@@ -1,6 +1,4 @@
-"""Attention groups of a part of the ranks: exact, balanced inside, and nothing travels between
-them.
-"""
+"""Several attention groups: each is exact and balanced, and groups exchange nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from test_dealt import (
     BATCHES,
     CLOSE,
     TOKENS,
-    alone,
-    dealing,
-    gradients,
-    loss_of_share,
-    model_for,
+    build_model,
+    compute_share_loss,
+    deal,
+    get_gradients,
+    make_share,
     settings,
-    share,
+    train_alone,
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -39,11 +37,11 @@ from hf_distca.integration.training import document_shares as shares_module
 from ranks import RankPools
 from tiny_runs import documents, logged, make_trainer, share_documents
 
-# Of the documents of each rank, drawn by its own loader.
+# Lengths of the documents of each rank.
 LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])
 
 
-def drawn(rank: int) -> dict[str, Any]:
+def draw_batch(rank: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(rank)
     texts = [
         torch.randint(1, 61, (length,), generator=generator).tolist() for length in LENGTHS[rank]
@@ -51,13 +49,13 @@ def drawn(rank: int) -> dict[str, Any]:
     return hf_distca.PackingCollator()([{"documents": texts}])
 
 
-def loss_and_gradients(
+def train_one_step(
     rank: int, group_size: int | None, ping_pong: bool
 ) -> tuple[float, dict[str, torch.Tensor], Any]:
     hf_distca.configure(
         settings(group_size=group_size, ping_pong=ping_pong, balance=group_size is not None)
     )
-    model, worlds = model_for("full", "distca"), set()
+    model, worlds = build_model("full", "distca"), set()
     hf_distca.prepare(model)
 
     def recorded(
@@ -67,11 +65,11 @@ def loss_and_gradients(
         return original(*args, **options)
 
     with patch.object(dist, "all_to_all_single", recorded):
-        loss = model(**drawn(rank), use_cache=False).loss
+        loss = model(**draw_batch(rank), use_cache=False).loss
         loss.backward()
     return (
         loss.item(),
-        gradients(model),
+        get_gradients(model),
         (
             worlds,
             current_session().join_group().ranks,
@@ -81,12 +79,12 @@ def loss_and_gradients(
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
-def test_two_groups_of_two_are_exact_and_balanced_inside(
+def test_two_groups_of_two_ranks_are_exact_and_balanced(
     rank_pool: RankPools, ping_pong: bool
 ) -> None:
-    expected = rank_pool(4)(loss_and_gradients, None, False)
+    expected = rank_pool(4)(train_one_step, None, False)
     for rank, (loss, grads, (worlds, ranks, figures)) in enumerate(
-        rank_pool(4)(loss_and_gradients, 2, ping_pong)
+        rank_pool(4)(train_one_step, 2, ping_pong)
     ):
         assert loss == pytest.approx(expected[rank][0], rel=1e-12)
         torch.testing.assert_close(grads, expected[rank][1], **CLOSE["full"])
@@ -98,7 +96,7 @@ def test_two_groups_of_two_are_exact_and_balanced_inside(
         assert after < min(before, 1.15)
 
 
-def test_512_ranks_are_one_group_more_are_cut_at_nodes() -> None:
+def test_default_groups_split_only_more_than_512_ranks_and_at_nodes() -> None:
     whole, cut = (1, 8, 512, 520, 521, 1000), {576: 288, 1024: 512, 1536: 512, 4096: 512}
     for ranks, size in [*((ranks, ranks) for ranks in whole), *cut.items()]:
         assert hf_distca.DistCAConfig().group_ranks(ranks) == size
@@ -106,9 +104,9 @@ def test_512_ranks_are_one_group_more_are_cut_at_nodes() -> None:
     assert hf_distca.DistCAConfig(documents_span_ranks=True).group_ranks(4096) == 4096
 
 
-def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
-    """The group of four ranks where more than two are too many, ranks that documents are dealt to,
-    and what is said.
+def limit_default_groups(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
+    """Limit default groups to two of four ranks; return the group, the ranks of a dealing, and the
+    log.
     """
     hf_distca.configure(settings())
     launched = SimpleNamespace(num_processes=4, device="cpu")
@@ -125,8 +123,8 @@ def cut_by_default(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     return ranks, shares.deal_settings.ranks, said
 
 
-def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: RankPools) -> None:
-    found = rank_pool(4)(cut_by_default)
+def test_documents_are_dealt_to_default_groups_which_rank_0_logs_once(rank_pool: RankPools) -> None:
+    found = rank_pool(4)(limit_default_groups)
     assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [dealt for _, dealt, _ in found] == [2] * 4
     assert found[0][2] == [
@@ -136,56 +134,56 @@ def test_default_groups_are_those_of_dealing_and_said_once(rank_pool: RankPools)
     assert not any(said for _, _, said in found[1:])
 
 
-def dealt_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
+def train_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
     hf_distca.configure(settings(group_size=2))
-    model, made = model_for("full", "distca"), dealing(2, "full", group_size=2)
+    model, made = build_model("full", "distca"), deal(2, "full", group_size=2)
     total = torch.zeros((), dtype=torch.float64)
     hf_distca.prepare(model)
     for step in range(len(BATCHES) // 2):
         number = 2 * step + rank // 2
-        batch = share(made, number, rank % 2)
+        batch = make_share(made, number, rank % 2)
         assert batch["input_ids"].shape == (1, TOKENS // 2)
-        loss = loss_of_share(model, batch, number)
+        loss = compute_share_loss(model, batch, number)
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-    return total.item(), gradients(model)
+    return total.item(), get_gradients(model)
 
 
 def test_global_batches_are_dealt_per_group(rank_pool: RankPools) -> None:
-    losses, grads = alone("full")
-    for total, same_grads in rank_pool(4)(dealt_in_groups):
+    losses, grads = train_alone("full")
+    for total, same_grads in rank_pool(4)(train_in_groups):
         assert total == pytest.approx(sum(losses), rel=1e-12)
         torch.testing.assert_close(same_grads, grads, **CLOSE["full"])
 
 
-def unequal_sizes(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> tuple[str, float]:
-    """What ends the first step of ranks that make groups of different sizes, and when."""
+def catch_desync(rank: int, sizes: tuple[int | None, ...], prepared: bool) -> tuple[str, float]:
+    """Return the error of a first step with different group sizes, and its seconds."""
     began = time.monotonic()
     hf_distca.configure(settings(group_size=sizes[rank]))
-    model = model_for("full", "distca")
+    model = build_model("full", "distca")
     with pytest.raises(hf_distca.DistCADesyncError) as caught:
-        (hf_distca.prepare(model) if prepared else model(**drawn(rank), use_cache=False))
+        (hf_distca.prepare(model) if prepared else model(**draw_batch(rank), use_cache=False))
     return str(caught.value), time.monotonic() - began
 
 
 @pytest.mark.parametrize(
     ("sizes", "prepared"), [((None, 1), False), ((1, None), True), ((2, 1, 1, 4), False)]
 )
-def test_ranks_with_another_group_size_are_told(
+def test_different_group_sizes_are_refused_on_all_ranks(
     rank_pool: RankPools, sizes: tuple[int | None, ...], prepared: bool
 ) -> None:
-    """On all ranks, before any of them computes alone."""
+    """The error comes before a rank computes alone."""
     by_rank = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes))
-    for said, seconds in rank_pool(len(sizes))(unequal_sizes, sizes, prepared):
+    for said, seconds in rank_pool(len(sizes))(catch_desync, sizes, prepared):
         assert f"different group_size: {by_rank}" in said
         assert seconds < 10
 
 
 def resume(rank: int, folder: str) -> list[str]:
-    """Warnings of a training in groups of two ranks that goes on from its checkpoint."""
+    """Resume a training in groups of two ranks from its checkpoint; return its warnings."""
     rows = Dataset.from_dict({"input_ids": documents(*[40] * 32)})
     for steps, checkpoint in ((1, None), (2, f"{folder}/checkpoint-1")):
         with logged() as said:
@@ -201,7 +199,7 @@ def resume(rank: int, folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_training_in_groups_that_is_resumed_unchanged_warns_of_nothing(
+def test_unchanged_training_in_groups_resumes_without_a_warning(
     rank_pool: RankPools, tmp_path: Path
 ) -> None:
     """Each group counts its own global batches, not those of all ranks."""

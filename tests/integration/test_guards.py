@@ -1,4 +1,4 @@
-"""What nobody asked for and what nobody tried: said by name, where it is met."""
+"""Unknown arguments, untested families and unsupported wrappers are refused or warned of."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOSSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_for_a_loss_passes_by_attention(name: str) -> None:
+def test_arguments_of_a_loss_do_not_change_attention(name: str) -> None:
     hf_distca.configure()
     given = {**pack(5, 7), "use_cache": False}
     hidden = tiny_llama("distca").model(**given, **{name: LOSSES[name]}).last_hidden_state
@@ -46,7 +46,7 @@ def test_what_is_for_a_loss_passes_by_attention(name: str) -> None:
 @pytest.mark.parametrize(
     "value", [torch.ones(4), 3, 0.5, [torch.ones(4)]], ids=["tensor", "int", "float", "list"]
 )
-def test_what_may_change_attention_is_refused(value: Any) -> None:
+def test_unknown_argument_that_may_change_attention_is_refused(value: Any) -> None:
     hf_distca.configure()
     with pytest.raises(
         hf_distca.UnsupportedError,
@@ -55,7 +55,7 @@ def test_what_may_change_attention_is_refused(value: Any) -> None:
         tiny_llama("distca")(**pack(5, 7), use_cache=False, position_bias=value)
 
 
-def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_untested_model_family_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     processes.warn_once.cache_clear()
     for _ in range(2):
         run_mine("distca", {})
@@ -72,7 +72,7 @@ def test_a_family_that_nobody_compared_is_named_once(caplog: pytest.LogCaptureFi
 
 
 def test_data_parallel_replicas_are_refused() -> None:
-    """Its threads need GPUs; what they run lies in a module of torch."""
+    """The threads of DataParallel need GPUs, so a module with torch's name runs the model here."""
     parallel = types.ModuleType(torch.nn.parallel.parallel_apply.__module__)
     worker = "def worker(function, **arguments): return function(**arguments)"
     exec(
@@ -85,7 +85,7 @@ def test_data_parallel_replicas_are_refused() -> None:
         parallel.worker(tiny_llama("distca"), **pack(5, 7), use_cache=False)
 
 
-def mixture() -> Any:
+def build_moe() -> Any:
     torch.manual_seed(0)
     config = MixtralConfig(
         **SIZES,
@@ -103,7 +103,7 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
     shares = share_documents((100, 20, 8, 64), 96, ranks)
     with logged() as said:
         trainer = make_trainer(
-            "distca", shares, model=mixture(), max_steps=2, train_sampling_strategy="sequential"
+            "distca", shares, model=build_moe(), max_steps=2, train_sampling_strategy="sequential"
         )
         if not watched:
             trainer.remove_callback(hf_distca.DistCACallback)
@@ -112,8 +112,7 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_router_losses_of_several_ranks_warn(rank_pool: RankPools, watched: bool) -> None:
-    """Router losses of several ranks are said not to be those of one."""
+def test_router_loss_on_several_ranks_warns_on_rank_0(rank_pool: RankPools, watched: bool) -> None:
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
     assert "each of 2 ranks computes this loss for its own tokens" in said
@@ -122,7 +121,7 @@ def test_router_losses_of_several_ranks_warn(rank_pool: RankPools, watched: bool
     assert train_a_mixture(0, 1, watched) == []
 
 
-def test_a_trainer_has_not_the_settings_of_another() -> None:
+def test_each_trainer_runs_under_its_own_settings() -> None:
     hf_distca.configure(settings(tile=16))
     spans = settings(tile=32, documents_span_ranks=True)
     first = make_trainer("distca", rows(2), config=spans, max_steps=1)
@@ -130,7 +129,7 @@ def test_a_trainer_has_not_the_settings_of_another() -> None:
     second = make_trainer(
         "distca", rows(2), distca=hf_distca.DistCACallback(record=False), max_steps=1
     )
-    assert current_session().config == settings(tile=16), "those of configure"
+    assert current_session().config == settings(tile=16), "the settings of configure"
     first.train()
     assert current_session().config == spans
     second.train()

@@ -1,9 +1,4 @@
-"""What users do by default: dealt documents in bfloat16, and DDP as the Trainer sets it up;
-compared with one process.
-
-`pytest -s -m slow` on this file prints how far losses are from those of one process under
-transformers' own attention.
-"""
+"""Dealt documents in bfloat16 under every engine, compared with one process."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset, disable_progress_bars
-from test_losses_over_shares import LENGTHS, of_labels
+from test_losses_over_shares import LENGTHS, make_labels_trainer
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
 
@@ -26,10 +21,10 @@ from checkpointed import ARGUMENT
 from ranks import RankPool, RankPools
 from tiny_runs import documents, exact_arguments, losses, settings, tiny_llama
 
-TOKENS, STEPS = 96, 6  # of a global batch, on any number of ranks: two documents are longer
+TOKENS, STEPS = 96, 6  # in a global batch, on any number of ranks; two documents are longer
 TOLERANCE = 4e-3
 
-# How documents are trained on: what the Trainer and what distca is told.
+# By case: arguments of the Trainer, and settings of distca.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DDP": ({}, {}),
     "accumulation": ({"gradient_accumulation_steps": 2}, {}),
@@ -42,7 +37,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "evaluation": ({"eval_strategy": "steps", "eval_steps": 2}, {}),
 }
 if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:
-    # Older releases of transformers load no model in parts.
+    # Older releases of transformers cannot load a sharded model.
     WAYS = {way: said for way, said in WAYS.items() if not way.startswith("FSDP2")}
 
 
@@ -92,20 +87,18 @@ def train(rank: int, ranks: int, implementation: str, way: str) -> list[float]:
 
 
 @cache
-def one_process(way: str) -> list[float]:
-    """LoRA and compiled models are compared with themselves; all others with the same model as it
-    is.
-    """
+def train_alone(way: str) -> list[float]:
+    """Train in one process under sdpa, with the same adapter or compiler."""
     return train(0, 1, "sdpa", way)
 
 
-def difference(pool: Callable[..., list[list[float]]], ranks: int, way: str) -> float:
-    found, expected = pool(train, ranks, "distca", way)[0], one_process(way)
+def compare_losses(pool: Callable[..., list[list[float]]], ranks: int, way: str) -> float:
+    found, expected = pool(train, ranks, "distca", way)[0], train_alone(way)
     assert len(found) == len(expected) >= STEPS
     return max(abs(ours / theirs - 1) for ours, theirs in zip(found, expected, strict=True))
 
 
-# peft asks transformers for what it has renamed, and the compiler torch for what it has replaced.
+# peft uses renamed parts of transformers, and the compiler uses replaced parts of torch.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 FEW = ["DDP", "FSDP2, ping-pong, accumulation"]
 
@@ -114,12 +107,12 @@ FEW = ["DDP", "FSDP2, ping-pong, accumulation"]
 @pytest.mark.parametrize(
     "way", [way if way in FEW else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_half_precision_trains_as_one_process_does(rank_pool: RankPools, way: str) -> None:
-    assert difference(rank_pool(2), 2, way) <= TOLERANCE
+def test_bfloat16_on_shares_has_the_losses_of_one_process(rank_pool: RankPools, way: str) -> None:
+    assert compare_losses(rank_pool(2), 2, way) <= TOLERANCE
 
 
 def train_on_nothing(rank: int, ranks: int, way: str) -> tuple[str, int, list[float]]:
-    trainer = make_trainer(of_labels("after the model"), ranks, "distca", way)
+    trainer = make_trainer(make_labels_trainer("after the model"), ranks, "distca", way)
     with pytest.raises(hf_distca.UnsupportedError) as refused:
         trainer.train()
     return str(refused.value), trainer.state.global_step, losses(trainer)
@@ -136,9 +129,7 @@ def test_a_loss_of_labels_is_refused_under_every_engine(rank_pool: RankPools, wa
 
 
 def start_zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed in a running world, without an extension that it would compile; what the Trainer is
-    told of it.
-    """
+    """Start DeepSpeed in a running process group; return its configuration for the Trainer."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -164,12 +155,12 @@ def train_by_zero(rank: int, ranks: int, stage: int) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero_in_half_precision_trains_and_refuses(stage: int) -> None:
+def test_zero_in_bfloat16_trains_and_refuses_a_loss_of_labels(stage: int) -> None:
     pytest.importorskip("deepspeed", reason='needs pip install -e ".[deepspeed]"')
-    pool = RankPool(2)  # of its own: DeepSpeed stays
+    pool = RankPool(2)  # only for this test, because DeepSpeed stays initialized
     try:
         found = pool(train_by_zero, 2, stage)[0]
     finally:
         pool.close()
-    # Weights are in half precision, too.
-    assert found == pytest.approx(one_process("DDP"), rel=2e-2)
+    # Weights are in bfloat16, too.
+    assert found == pytest.approx(train_alone("DDP"), rel=2e-2)

@@ -1,4 +1,4 @@
-"""Vision-language models that train on what their own processors make of texts and images."""
+"""Vision-language models train on batches of their own processors, which cannot be packed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tiny_runs import exact_arguments, settings
 KINDS = ("gemma3", "gemma4", "paligemma", "llava", "molmo2", "qwen2_vl")
 WORDS = [f"w{number}" for number in range(40)]
 ENDS = {"pad": "<pad>", "bos": "<bos>", "eos": "<eos>", "unk": "<unk>"}
-# What processors write around images, and in their place; some look up names.
+# Tokens that processors write around or instead of images; some processors look up names.
 MOLMO2 = ("im_patch", "im_col", "im_start", "low_res_im_start", "im_end", "im_low")
 SPECIAL = {name: f"<{name}>" for name in (*MOLMO2, "frame_start", "frame_end", "vision", "/vision")}
 SPECIAL |= {"audio": "<audio>", "boa": "<boa>", "eoa": "<eoa>", "video": "<|video|>"}
@@ -62,7 +62,7 @@ ID = {word: number for number, word in enumerate(VOCABULARY)}
 
 
 def make_tokenizer(side: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of forty words that pads on a side."""
+    """Make a tokenizer of forty words that pads on one side."""
     words = Tokenizer(models.WordLevel(ID, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -74,7 +74,7 @@ def make_tokenizer(side: str) -> PreTrainedTokenizerFast:
 
 
 class Molmo2Images(Molmo2ImageProcessor):
-    """Molmo2's own, with what it takes from torchvision written in torch."""
+    """Molmo2's image processor, with torch instead of torchvision."""
 
     def resize(self, image: torch.Tensor, size: Any, **_: Any) -> torch.Tensor:
         return functional.interpolate(image, (size.height, size.width), mode="bilinear")
@@ -86,7 +86,7 @@ class Molmo2Images(Molmo2ImageProcessor):
 
 
 def make_processor(kind: str) -> ProcessorMixin:
-    """The processor of a family, for images of 28 x 28 or of as many patches."""
+    """Make the processor of a family, for images of about 28 x 28 pixels."""
     size = {"height": 28, "width": 28}
     tokenizer = make_tokenizer("left" if kind in ("gemma4", "qwen2_vl") else "right")
     if kind == "gemma3":
@@ -104,7 +104,7 @@ def make_processor(kind: str) -> ProcessorMixin:
             vision_feature_select_strategy="default",
             num_additional_image_tokens=1,
         )
-    # These want a processor of videos, which transformers has only beside torchvision.
+    # The other families need a video processor, which transformers has only with torchvision.
     videos = VideoProcessorMixin()
     where = processing_utils.transformers_module
     with patch.object(where, "VideoProcessorMixin", VideoProcessorMixin, create=True):
@@ -182,7 +182,7 @@ def build_with_images(kind: str, implementation: str) -> PreTrainedModel:
 
 
 def make_row(kind: str, words: int, rng: np.random.Generator) -> dict[str, Any]:
-    """A text of so many words around one or two images of any shape; PaliGemma has one, first."""
+    """Make a text of `words` words around one or two images; PaliGemma has one image, in front."""
     texts = [WORDS[number] for number in rng.integers(0, 40, words)]
     token = {"gemma3": "<boi>", "qwen2_vl": "<vision> <image> </vision>"}.get(kind, "<image>")
     count = 1 if kind == "paligemma" else int(rng.integers(1, 3))
@@ -194,10 +194,10 @@ def make_row(kind: str, words: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def process(kind: str, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The batch that the processor of a family makes of rows."""
+    """Make a batch of rows with the processor of a family."""
     texts, images = ([row[name] for row in rows] for name in ("text", "images"))
     given: dict[str, Any] = {"text": texts, "images": images}
-    if kind == "paligemma":  # learns the second half of a text
+    if kind == "paligemma":  # PaliGemma learns the second half of a text
         halves = [text.split() for text in texts]
         given["text"] = [" ".join(words[: len(words) // 2]) for words in halves]
         given["suffix"] = [" ".join(words[len(words) // 2 :]) + " " for words in halves]
@@ -212,7 +212,7 @@ def process(kind: str, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def train_images(
     rank: int, kind: str, implementation: str, bf16: bool = False
 ) -> tuple[list[float], int]:
-    """Losses and gradient norms of a Trainer on padded rows with images, and bytes sent."""
+    """Train on padded rows with images; return losses, gradient norms and sent bytes."""
     rng = np.random.default_rng(0)
     rows = [make_row(kind, words, rng) for words in (90, 5, 20, 3, 12, 80, 7, 4)]
     trainer = Trainer(
@@ -229,8 +229,7 @@ def train_images(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_with_images(kind: str, rank_pool: RankPools) -> None:
-    """What the processor of a family makes of texts and images, in padded rows on two ranks."""
+def test_padded_rows_with_images_have_the_losses_of_sdpa(kind: str, rank_pool: RankPools) -> None:
     (ours, sent), *_ = rank_pool(2)(train_images, kind, "distca")
     (theirs, _), *_ = rank_pool(2)(train_images, kind, "sdpa")
     assert sent
@@ -238,7 +237,7 @@ def test_a_trainer_with_images(kind: str, rank_pool: RankPools) -> None:
     assert ours == pytest.approx(theirs, rel=2e-6)
     if kind != "gemma3":
         return
-    # In bf16 as far from that as eager attention is.
+    # In bfloat16, the error is at most 1.5 times the error of eager attention.
     halves = [rank_pool(2)(train_images, kind, name, True)[0][0] for name in ("distca", "eager")]
     far, eager = (
         max(abs(a / b - 1) for a, b in zip(found, theirs, strict=True)) for found in halves
@@ -247,8 +246,8 @@ def test_a_trainer_with_images(kind: str, rank_pool: RankPools) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_images_are_not_packed_or_dealt_by_distca(kind: str) -> None:
-    """Neither what the processor makes of a row, nor images that a collator would give it."""
+def test_rows_with_images_are_refused_by_the_collator_and_by_deal(kind: str) -> None:
+    """Rows are refused before and after the processor."""
     model = build_with_images(kind, "distca")
     raw = make_row(kind, 8, np.random.default_rng(0))
     batch = process(kind, [raw])

@@ -1,6 +1,4 @@
-"""Loaders and Trainers of a data set of shares: what would be wrong is refused by name, before the
-first step.
-"""
+"""Loaders and Trainers over shares: a wrong setup is refused by name before the first step."""
 
 from __future__ import annotations
 
@@ -52,16 +50,16 @@ collate = hf_distca.PackingCollator()
 def shares(
     ranks: int | None = 2, *, length: int = 8, group_size: int | None = None, seed: int | None = 0
 ) -> Any:
-    """`length` global batches, some with a document that is longer than a rank."""
+    """Make `length` global batches, some with a document longer than a rank's tokens."""
     lengths, config = [100, 20, 8, 64, 50, 14] * length, settings(group_size=group_size)
     how = {"config": config, "seed": seed, "fill": "cut"}
     return share_documents(lengths, TOKENS * (ranks or 1), ranks, **how)
 
 
-def loader_of(
+def prepare(
     dataset: Any, *, processes: int = 2, split: bool = False, even: bool = True, **changes: Any
 ) -> Any:
-    """What accelerate makes of a loader on the first of so many processes."""
+    """Prepare a loader with accelerate, for the first of several processes."""
     loader = DataLoader(dataset, collate_fn=collate, **changes)
     return prepare_data_loader(
         loader,
@@ -74,7 +72,7 @@ def loader_of(
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Documents without a length."""
+    """Documents in a data set without a length."""
 
     def __iter__(self) -> Any:
         yield from ({"input_ids": one} for one in documents(100, 20, 8, 64, 50, 14))
@@ -90,7 +88,7 @@ def stream(rank: int | None = None, *, group_size: int | None = None) -> Any:
 
 
 class Odd(Dataset):
-    """All shares but the last, in the order of each epoch."""
+    """An odd number of shares: all except the last, in the order of each epoch."""
 
     def __init__(self) -> None:
         self.dataset = shares()
@@ -106,9 +104,9 @@ class Odd(Dataset):
 
 
 GOOD: dict[str, Callable[[], Any]] = {
-    "prepared": lambda: loader_of(shares()),
-    "resumed": lambda: skip_first_batches(loader_of(shares()), 2),
-    "dropping the last": lambda: loader_of(Odd(), drop_last=True),
+    "prepared": lambda: prepare(shares()),
+    "resumed": lambda: skip_first_batches(prepare(shares()), 2),
+    "dropping the last": lambda: prepare(Odd(), drop_last=True),
     "one process": lambda: DataLoader(shares(1), collate_fn=collate),
     "DistributedSampler": lambda: DataLoader(
         data := shares(), collate_fn=collate, sampler=DistributedSampler(data, 2, 0, shuffle=False)
@@ -118,27 +116,27 @@ GOOD: dict[str, Callable[[], Any]] = {
         collate_fn=collate,
         batch_sampler=BatchSampler(SequentialSampler(data), 1, False),
     ),
-    "two groups": lambda: loader_of(shares(None, group_size=2), processes=4),
-    "stream": lambda: loader_of(stream()),
-    "stream, two groups": lambda: loader_of(stream(group_size=2), processes=4),
+    "two groups": lambda: prepare(shares(None, group_size=2), processes=4),
+    "stream": lambda: prepare(stream()),
+    "stream, two groups": lambda: prepare(stream(group_size=2), processes=4),
     "stream of one rank": lambda: DataLoader(stream(0), collate_fn=collate),
-    "part of shares in the order as given": lambda: loader_of(shares(seed=None).select(range(4))),
-    "no shares": lambda: loader_of(rows(3), shuffle=True, batch_size=2),
+    "part of shares in the order as given": lambda: prepare(shares(seed=None).select(range(4))),
+    "no shares": lambda: prepare(rows(3), shuffle=True, batch_size=2),
 }
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_gives_every_rank_its_own_shares_passes(name: str) -> None:
+def test_loader_that_gives_each_rank_its_own_shares_passes_the_check(name: str) -> None:
     check_loader(GOOD[name](), model=tiny_llama("distca"), args=TrainingArguments(**COMMON))
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "shuffled": (
-        lambda: loader_of(shares(), shuffle=True),
+        lambda: prepare(shares(), shuffle=True),
         r"RandomSampler .*sampling_strategy=\"sequential\"",
     ),
     "shuffled for one rank": (
-        lambda: loader_of(shares(1), processes=1, shuffle=True),
+        lambda: prepare(shares(1), processes=1, shuffle=True),
         r"RandomSampler .*sequential",
     ),
     "shuffled by DistributedSampler": (
@@ -152,27 +150,27 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "list reads them in its own order",
     ),
     "out of order": (
-        lambda: loader_of(shares(), num_workers=1, in_order=False),
+        lambda: prepare(shares(), num_workers=1, in_order=False),
         "dataloader_in_order=True",
     ),
     "split": (
-        lambda: loader_of(shares(), split=True, batch_size=2),
+        lambda: prepare(shares(), split=True, batch_size=2),
         "split_batches=True cuts batches of 2",
     ),
     "two a batch": (
-        lambda: loader_of(shares(), batch_size=2),
+        lambda: prepare(shares(), batch_size=2),
         "batches of 2.*per_device_train_batch_size=1",
     ),
     "three processes": (
-        lambda: loader_of(shares(), processes=3),
+        lambda: prepare(shares(), processes=3),
         "shares for 2 ranks, and 3 processes read them",
     ),
     "two groups, other size": (
-        lambda: loader_of(shares(group_size=4), processes=4),
+        lambda: prepare(shares(group_size=4), processes=4),
         "shares for 2 ranks, and 4 processes read",
     ),
     "groups, three processes": (
-        lambda: loader_of(shares(group_size=2), processes=3),
+        lambda: prepare(shares(group_size=2), processes=3),
         "shares for 2 ranks, and 3 processes",
     ),
     "groups, not prepared": (
@@ -183,50 +181,47 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(shares(), collate_fn=collate),
         "shares for 2 ranks, and 1 process reads them",
     ),
-    "ragged end": (
-        lambda: loader_of(Odd()),
-        "31 of them for 2 processes.*dataloader_drop_last=True",
-    ),
+    "ragged end": (lambda: prepare(Odd()), "31 of them for 2 processes.*dataloader_drop_last=True"),
     "ragged end, uneven": (
-        lambda: loader_of(Odd(), even=False),
+        lambda: prepare(Odd(), even=False),
         "31 of them for 2 processes.*dataloader_drop_last=True",
     ),
     "selected": (
-        lambda: loader_of(shares().select(range(4))),
+        lambda: prepare(shares().select(range(4))),
         "a Dataset around them does not pass set_epoch on",
     ),
     "concatenated": (
-        lambda: loader_of(datasets.concatenate_datasets([shares()] * 2)),
+        lambda: prepare(datasets.concatenate_datasets([shares()] * 2)),
         "a Dataset around them does not pass",
     ),
     "subset": (
-        lambda: loader_of(Subset(shares(), range(4))),
+        lambda: prepare(Subset(shares(), range(4))),
         "a Subset around them does not pass set_epoch on",
     ),
-    "stream, split": (lambda: loader_of(stream(), split=True, batch_size=2), "split_batches=True"),
-    "stream, two a batch": (lambda: loader_of(stream(), batch_size=2), "batches of 2"),
-    "stream, three processes": (lambda: loader_of(stream(), processes=3), "3 processes read them"),
+    "stream, split": (lambda: prepare(stream(), split=True, batch_size=2), "split_batches=True"),
+    "stream, two a batch": (lambda: prepare(stream(), batch_size=2), "batches of 2"),
+    "stream, three processes": (lambda: prepare(stream(), processes=3), "3 processes read them"),
     "stream, groups, three processes": (
-        lambda: loader_of(stream(group_size=2), processes=3),
+        lambda: prepare(stream(group_size=2), processes=3),
         "3 processes read them",
     ),
     "stream, not prepared": (
         lambda: DataLoader(stream(), collate_fn=collate),
         "1 process reads them",
     ),
-    "stream of one rank, prepared": (lambda: loader_of(stream(0)), "2 processes read them"),
+    "stream of one rank, prepared": (lambda: prepare(stream(0)), "2 processes read them"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_loader_that_gives_ranks_other_shares_is_refused(name: str) -> None:
+def test_loader_that_gives_a_rank_wrong_shares_is_refused(name: str) -> None:
     make, named = BAD[name]
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         check_loader(make())
 
 
-def trainer_of(*, eval_dataset: Any = None, **changes: Any) -> Trainer:
-    """A Trainer of shares for one rank."""
+def build_trainer(*, eval_dataset: Any = None, **changes: Any) -> Trainer:
+    """Make a Trainer over shares for one rank."""
     arguments = {"max_steps": 1, "train_sampling_strategy": "sequential", **changes}
     return make_trainer("distca", shares(1), eval_dataset=eval_dataset, **arguments)
 
@@ -244,26 +239,26 @@ def trainer_of(*, eval_dataset: Any = None, **changes: Any) -> Trainer:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_the_trainer_is_told_before_its_first_step(changes: dict[str, Any], named: str) -> None:
-    trainer = trainer_of(**changes)
+def test_wrong_loader_is_refused_before_training(changes: dict[str, Any], named: str) -> None:
+    trainer = build_trainer(**changes)
     with pytest.raises(hf_distca.UnsupportedError, match=named):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
-def test_a_loader_for_evaluation_is_refused_too() -> None:
-    trainer = trainer_of(
+def test_evaluation_loader_that_is_not_in_order_is_refused() -> None:
+    trainer = build_trainer(
         eval_dataset=shares(1), dataloader_num_workers=1, dataloader_in_order=False
     )
     with pytest.raises(hf_distca.UnsupportedError, match="dataloader_in_order=True"):
         trainer.evaluate()
 
 
-def test_columns_that_the_trainer_drops_are_named() -> None:
-    """Of a torch data set it looks at the items; a `datasets.Dataset` keeps what is made when it is
-    read.
+def test_error_names_the_columns_of_shares_that_the_trainer_drops() -> None:
+    """The Trainer drops columns of a torch data set, but not computed columns of a
+    `datasets.Dataset`.
     """
-    trainer = trainer_of(remove_unused_columns=True)
+    trainer = build_trainer(remove_unused_columns=True)
     trainer.train()
     trainer.train_dataset = find_shares(shares(1))
     with pytest.raises(
@@ -273,42 +268,42 @@ def test_columns_that_the_trainer_drops_are_named() -> None:
         trainer.train()
 
 
-def test_other_data_needs_none_of_this() -> None:
+def test_trainer_without_shares_may_smooth_labels_and_batch_rows() -> None:
     trainer = make_trainer(
         "distca", rows(2), max_steps=1, label_smoothing_factor=0.1, per_device_train_batch_size=2
     )
     assert trainer.train().training_loss > 0
 
 
-def test_each_rank_must_count_the_targets_of_all() -> None:
+def test_shares_on_two_ranks_need_the_number_of_targets_of_all_ranks() -> None:
     args = TrainingArguments(**COMMON, average_tokens_across_devices=False)
     with pytest.raises(hf_distca.UnsupportedError, match="average_tokens_across_devices=True"):
-        check_loader(loader_of(shares()), args=args)
-    check_loader(loader_of(shares(1), processes=1), args=args)
-    trainer = trainer_of()
-    check_loader(loader_of(shares()), trainer=trainer)
+        check_loader(prepare(shares()), args=args)
+    check_loader(prepare(shares(1), processes=1), args=args)
+    trainer = build_trainer()
+    check_loader(prepare(shares()), trainer=trainer)
     trainer.model_accepts_loss_kwargs = False
     with pytest.raises(
         hf_distca.UnsupportedError, match=r"LlamaForCausalLM is a mean .*accepts_loss_kwargs = True"
     ):
-        check_loader(loader_of(shares()), trainer=trainer)
+        check_loader(prepare(shares()), trainer=trainer)
 
 
-def test_ranks_that_evaluate_alone_are_refused() -> None:
+def test_evaluation_of_shares_needs_balance_evaluation() -> None:
     hf_distca.configure(settings())
     with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
-        check_loader(loader_of(shares()), evaluation=current_session().config)
+        check_loader(prepare(shares()), evaluation=current_session().config)
     hf_distca.configure(settings(balance_evaluation=True))
-    check_loader(loader_of(shares()), evaluation=current_session().config)
+    check_loader(prepare(shares()), evaluation=current_session().config)
     assert current_session().config.balance_evaluation
 
 
-def jamba() -> torch.nn.Module:
+def build_jamba() -> torch.nn.Module:
     config = JambaConfig(attn_layer_period=2, attn_layer_offset=1, num_experts=2, **SIZES)
     return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
 
 
-def whisper() -> torch.nn.Module:
+def build_whisper() -> torch.nn.Module:
     config = WhisperConfig(
         vocab_size=61,
         d_model=32,
@@ -323,9 +318,9 @@ def whisper() -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, attn_implementation="distca")
 
 
-def prompted() -> torch.nn.Module:
+def build_prompted() -> torch.nn.Module:
     with warnings.catch_warnings():
-        # Peft asks the model for what has another name now.
+        # Peft uses a deprecated name of the model.
         warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(
             tiny_llama("distca"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -339,22 +334,22 @@ def prompted() -> torch.nn.Module:
             lambda: tiny_llama("sdpa"),
             'no part of LlamaForCausalLM has attn_implementation="distca"',
         ),
-        (jamba, "jamba models need whole documents: their recurrent layers carry state"),
-        (whisper, "whisper models need whole documents: their loss reads only `labels`"),
-        (prompted, "PROMPT_TUNING puts virtual tokens"),
+        (build_jamba, "jamba models need whole documents: their recurrent layers carry state"),
+        (build_whisper, "whisper models need whole documents: their loss reads only `labels`"),
+        (build_prompted, "PROMPT_TUNING puts virtual tokens"),
     ],
     ids=["sdpa", "jamba", "whisper", "prompt tuning"],
 )
-def test_models_of_whole_documents_are_refused_over_ranks(
+def test_models_that_need_whole_documents_are_refused_on_two_ranks(
     make: Callable[[], torch.nn.Module], named: str
 ) -> None:
     model = make()
     with pytest.raises(hf_distca.UnsupportedError, match=named):
-        check_loader(loader_of(shares()), model=model)
-    if make is not prompted:  # in front of a row, which holds several documents
-        check_loader(loader_of(shares(1), processes=1), model=model)
+        check_loader(prepare(shares()), model=model)
+    if make is not build_prompted:  # virtual tokens need one document a row
+        check_loader(prepare(shares(1), processes=1), model=model)
 
 
-def test_a_part_of_shares_may_evaluate_in_any_epoch() -> None:
+def test_selected_shares_may_be_evaluated() -> None:
     hf_distca.configure(settings(balance_evaluation=True))
-    check_loader(loader_of(shares().select(range(4))), evaluation=current_session().config)
+    check_loader(prepare(shares().select(range(4))), evaluation=current_session().config)

@@ -1,6 +1,4 @@
-"""One row of the log, the micro-batches since the row before: checked against what each of them
-really did.
-"""
+"""Each row of the log has the figures of the micro-batches since the previous row."""
 
 from __future__ import annotations
 
@@ -33,8 +31,9 @@ GATHERING = "gather for gathering what ranks measured up to micro-batch"
 
 @dataclass
 class Did:
-    """What one micro-batch did on this rank: its estimates, and the meters of its plans, of which
-    nano-batches have two.
+    """One micro-batch on this rank: its estimates, and the meter of each plan.
+
+    Two nano-batches have two plans.
     """
 
     before: float
@@ -43,8 +42,8 @@ class Did:
 
     @property
     def figures(self) -> tuple[float, float, list[int], list[float]]:
-        """Estimated seconds of the slowest rank and of the mean; by plan, bytes that this rank sent
-        and its kernel seconds.
+        """Estimated seconds of the slowest rank and of the mean, then sent bytes and kernel seconds
+        by plan.
         """
         return (
             self.before,
@@ -55,8 +54,8 @@ class Did:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Did]]:
-    """What the micro-batches inside do, in order."""
+def record_micro_batches() -> Iterator[list[Did]]:
+    """Record the micro-batches that run inside."""
     done: dict[int, Did] = {}
     seen: list[Did] = []
     record = History.record_plan
@@ -76,11 +75,11 @@ def recorded() -> Iterator[list[Did]]:
         yield seen
 
 
-def data(accumulation: int, dealt: bool) -> Any:
-    """Rows for steps that are even and uneven in turns: in an uneven one, rank 0 has one long
-    document for many short ones.
+def make_data(accumulation: int, dealt: bool) -> Any:
+    """Make rows for even and uneven steps in turn: in an uneven step, only rank 0 has a long
+    document.
 
-    Dealt, a long document of a global batch lies on both ranks, and others are whole.
+    If dealt, the long document lies on both ranks, and other documents are whole.
     """
     if dealt:
         lengths = [
@@ -101,10 +100,10 @@ def data(accumulation: int, dealt: bool) -> Any:
     return [{"documents": documents(*some, seed=number)} for number, some in enumerate(rows)]
 
 
-def trainer_of(accumulation: int = 1, dealt: bool = False, **changes: Any) -> Trainer:
+def build_trainer(accumulation: int = 1, dealt: bool = False, **changes: Any) -> Trainer:
     return make_trainer(
         "distca",
-        data(accumulation, dealt),
+        make_data(accumulation, dealt),
         gradient_accumulation_steps=accumulation,
         max_steps=STEPS,
         train_sampling_strategy="sequential",
@@ -116,9 +115,9 @@ def trainer_of(accumulation: int = 1, dealt: bool = False, **changes: Any) -> Tr
 def train(
     rank: int, accumulation: int, every: int, case: dict[str, bool]
 ) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
-    """The log history, what each micro-batch did, and what reporters saw."""
+    """Train; return the log history, figures of each micro-batch, and the logs of a reporter."""
     reporter = Reporter()
-    trainer = trainer_of(
+    trainer = build_trainer(
         accumulation,
         case.get("dealt", False),
         callbacks=[reporter],
@@ -126,7 +125,7 @@ def train(
         activation_checkpointing=case.get("checkpointing", False),
         logging_steps=every,
     )
-    with recorded() as done:
+    with record_micro_batches() as done:
         trainer.train()
     assert current_session().planner.number == STEPS * accumulation
     return trainer.state.log_history, [did.figures for did in done], reporter.seen
@@ -148,7 +147,7 @@ def train(
         5,
     ),
 )
-def test_a_row_is_about_the_micro_batches_since_the_row_before(
+def test_log_row_covers_the_micro_batches_since_the_previous_row(
     rank_pool: RankPools, accumulation: int, every: int, case: dict[str, bool]
 ) -> None:
     (history, done, seen), (_, others, _) = rank_pool(2)(train, accumulation, every, case)
@@ -158,8 +157,10 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
     assert ["loss" in row for row in rows] == [True] * len(logged) + [False] * (
         len(rows) - len(logged)
     )
-    assert "train_loss" in history[-1], "the row that the Trainer ends with stays the last one"
-    assert (ESTIMATED in history[-1]) == (STEPS % every > 0), "it has the steps after the last log"
+    assert "train_loss" in history[-1], "the final row of the Trainer is the last one"
+    assert (ESTIMATED in history[-1]) == (STEPS % every > 0), (
+        "the final row has the steps after the last log"
+    )
     layers, first = 2, 0
     for row in rows:
         numbers = range(first, row["step"] * accumulation)
@@ -182,7 +183,7 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
         )
         if not case.get("dealt"):
             assert (row[MEGABYTES] > 0) == (row[ESTIMATED] > 1.001), (
-                "what was uneven was moved, in the same row"
+                "work of uneven steps is moved in the same row"
             )
         assert 0 < row["distca/server_time_share"] < 1
         assert row["distca/planning_ms"] > 0
@@ -191,10 +192,8 @@ def test_a_row_is_about_the_micro_batches_since_the_row_before(
     assert [row[ESTIMATED] for row in reported] == [row[ESTIMATED] for row in rows]
 
 
-def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
-    """Of each step: collectives beside core attention, and operations of torch at its end and in
-    its log.
-    """
+def count_by_step(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
+    """Train; return planning collectives by step, and torch operations in callbacks by step."""
     collectives: list[list[str]] = []
     operations: list[int] = []
 
@@ -215,22 +214,20 @@ def counted(rank: int, dealt: bool) -> tuple[list[list[str]], list[int]]:
     callback = hf_distca.DistCACallback(settings(), record=False)
     for name in ("on_step_end", "on_log"):
         setattr(callback, name, watched(getattr(callback, name)))
-    trainer = trainer_of(2, dealt, callbacks=[Steps()], distca=callback, logging_steps=3)
+    trainer = build_trainer(2, dealt, callbacks=[Steps()], distca=callback, logging_steps=3)
     with counted_planning() as called:
         trainer.train()
     return [*collectives[1:], list(called)], operations
 
 
 @pytest.mark.parametrize("dealt", [False, True])
-def test_between_logs_ranks_gather_only_what_they_plan_by(
-    rank_pool: RankPools, dealt: bool
-) -> None:
-    for collectives, operations in rank_pool(2)(counted, dealt):
+def test_ranks_gather_measurements_only_in_logged_steps(rank_pool: RankPools, dealt: bool) -> None:
+    for collectives, operations in rank_pool(2)(count_by_step, dealt):
         assert len(collectives) == len(operations) == STEPS
         for step, (called, count) in enumerate(zip(collectives, operations, strict=True), 1):
             planning = [activity for activity in called if not activity.startswith(GATHERING)]
             assert len(planning) == 2 * (1 if dealt else 2), (
-                "shares, or documents and then plans, in each micro-batch"
+                "each micro-batch compares shares, or gathers documents and compares plans"
             )
             gathered = [f"{GATHERING} {2 * step}"] if step % 3 == 0 else []
             assert called == planning + gathered
@@ -238,7 +235,7 @@ def test_between_logs_ranks_gather_only_what_they_plan_by(
 
 
 class Alone(Trainer):
-    """Writes logs on rank 0 alone."""
+    """A Trainer that logs on rank 0 alone."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         if self.is_world_process_zero():
@@ -246,33 +243,33 @@ class Alone(Trainer):
 
 
 def train_alone(rank: int) -> list[dict[str, Any]]:
-    trainer = trainer_of(kind=Alone)
+    trainer = build_trainer(kind=Alone)
     trainer.train()
     return trainer.state.log_history
 
 
-def test_a_trainer_that_logs_on_one_rank_alone_has_the_same_rows(rank_pool: RankPools) -> None:
+def test_trainer_that_logs_on_one_rank_gets_a_row_for_each_step(rank_pool: RankPools) -> None:
     first, other = rank_pool(2)(train_alone, timeout=60)
     assert [row["distca/micro_batches"] for row in first if "loss" in row] == [1] * STEPS
     assert other == []
 
 
 class LogsLater(TrainerCallback):
-    """Asks for a log behind everybody else."""
+    """Requests a log after all other callbacks."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = state.global_step in (2, 5)
 
 
-def train_with_a_late_wish(rank: int) -> list[dict[str, Any]]:
-    trainer = trainer_of(logging_steps=100)
+def train_with_late_logs(rank: int) -> list[dict[str, Any]]:
+    trainer = build_trainer(logging_steps=100)
     trainer.add_callback(LogsLater())
     trainer.train()
     return trainer.state.log_history
 
 
-def test_a_log_that_is_asked_for_later_has_what_is_known(rank_pool: RankPools) -> None:
-    for history in rank_pool(2)(train_with_a_late_wish):
+def test_log_requested_by_a_later_callback_covers_all_micro_batches(rank_pool: RankPools) -> None:
+    for history in rank_pool(2)(train_with_late_logs):
         assert [
             row["distca/micro_batches"] for row in history if "distca/micro_batches" in row
         ] == [1, 3, 2]

@@ -1,6 +1,4 @@
-"""Losses over shares: what one process trains on whole documents, or a refusal by name; with
-`DistCACallback` and without.
-"""
+"""A loss over shares is that of one process or is refused, with and without the callback."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from ranks import RankPools
 from tiny_runs import documents, losses, make_trainer, settings, share_documents, tiny_llama
 
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
-TOKENS = 96  # of a global batch, on any number of ranks: two documents are longer
+TOKENS = 96  # in a global batch, on any number of ranks; two documents are longer
 STEPS = 3
 
 
@@ -31,10 +29,8 @@ class Plain(Trainer):
     pass
 
 
-def trainer_of(loss: Callable[[Any, Any, Any, Any], Any]) -> type[Trainer]:
-    """A Trainer whose `compute_loss` is this function of it, a model, inputs and the number of
-    targets.
-    """
+def make_trainer_class(loss: Callable[[Any, Any, Any, Any], Any]) -> type[Trainer]:
+    """Make a Trainer class whose `compute_loss` calls `loss`, with the number of targets."""
 
     def compute_loss(
         self: Any,
@@ -48,10 +44,12 @@ def trainer_of(loss: Callable[[Any, Any, Any, Any], Any]) -> type[Trainer]:
     return type(loss.__name__, (Trainer,), {"compute_loss": compute_loss})
 
 
-def of_labels(form: str) -> type[Trainer]:
-    """The commonest loss of one's own: it shifts `labels` by itself, and has many forms."""
+def make_labels_trainer(form: str) -> type[Trainer]:
+    """Make a Trainer class with the commonest custom loss: it shifts `labels` itself, in many
+    forms.
+    """
 
-    @trainer_of
+    @make_trainer_class
     def shifts_labels(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
         labels = inputs["labels"]
         names = ("input_ids", "position_ids", "distca_documents")
@@ -78,68 +76,68 @@ def of_labels(form: str) -> type[Trainer]:
     return shifts_labels
 
 
-@trainer_of
+@make_trainer_class
 def mean_of_labels(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """A mean over each rank's own targets; it takes `labels` out of what the model gets."""
+    """Compute the mean over a rank's own targets, without `labels` in the model's inputs."""
     labels = inputs.pop("labels")
     logits = model(**inputs).logits
     return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-@trainer_of
+@make_trainer_class
 def own_mean(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """As in half of all scripts: what the model returns, without the number of targets."""
+    """Return the model's loss without the number of targets, like many scripts."""
     return model(**inputs).loss
 
 
-@trainer_of
+@make_trainer_class
 def own_mean_of_shifted(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    targets = targets_in(inputs)
+    targets = get_targets(inputs)
     logits = model(**inputs, num_items_in_batch=items).logits
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@trainer_of
+@make_trainer_class
 def logs_the_number(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """It reads the number of targets, and does not divide by it."""
+    """Read the number of targets, but do not divide by it."""
     assert int(items)
     return model(**inputs).loss
 
 
-@trainer_of
+@make_trainer_class
 def undone(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """It forgets that gradients are averaged over ranks."""
+    """Return the model's loss, although DDP averages gradients over ranks."""
     return model(**inputs, num_items_in_batch=items).loss
 
 
-@trainer_of
+@make_trainer_class
 def shifted_twice(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
     inputs["labels"] = inputs.pop("shift_labels", inputs["labels"])
     return Trainer.compute_loss(trainer, model, inputs, num_items_in_batch=items)
 
 
-def weighted(trainer: Any, model: Any, inputs: Any, items: Any, weights: Any) -> Any:
-    """The loss that the documentation shows, each target weighted."""
-    targets = targets_in(inputs).view(-1)
+def compute_weighted_loss(trainer: Any, model: Any, inputs: Any, items: Any, weights: Any) -> Any:
+    """Compute the loss that the documentation shows, with a weight for each target."""
+    targets = get_targets(inputs).view(-1)
     logits = model(**inputs).logits.flatten(0, 1).float()
     loss = (cross_entropy(logits, targets, reduction="none") * weights(targets)).sum()
     return loss * trainer.accelerator.num_processes / items
 
 
-@trainer_of
+@make_trainer_class
 def reads_shift_labels(*given: Any) -> Any:
-    return weighted(*given, torch.ones_like)
+    return compute_weighted_loss(*given, torch.ones_like)
 
 
-@trainer_of
+@make_trainer_class
 def gives_weight_zero(*given: Any) -> Any:
-    """Advantages, or weights of samples, that are 0 in a whole share."""
-    return weighted(*given, torch.zeros_like)
+    """Give all targets weight 0, like advantages or sample weights that are 0 in a whole share."""
+    return compute_weighted_loss(*given, torch.zeros_like)
 
 
-@trainer_of
+@make_trainer_class
 def mean_by_weights(trainer: Any, *given: Any) -> Any:
-    """Divided by the weights of all ranks, in the way that a refusal names."""
+    """Divide by the weights of all ranks, in the way that the refusal names."""
 
     def weights(targets: torch.Tensor) -> torch.Tensor:
         is_target = targets != -100
@@ -147,47 +145,45 @@ def mean_by_weights(trainer: Any, *given: Any) -> Any:
         sums = trainer.accelerator.reduce(torch.stack([weights.sum(), is_target.sum()]), "sum")
         return weights * sums[1] / sums[0]
 
-    return weighted(trainer, *given, weights)
+    return compute_weighted_loss(trainer, *given, weights)
 
 
-@trainer_of
+@make_trainer_class
 def with_another_term(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """The model's loss, and a z-loss of its logits, which is a sum over the tokens of all ranks,
-    too.
-    """
+    """Add a z-loss to the model's loss; both are sums over the tokens of all ranks."""
     loss, outputs = Trainer.compute_loss(trainer, model, inputs, True, num_items_in_batch=items)
-    more = outputs.logits.float().logsumexp(-1).square()[targets_in(inputs) != -100].sum()
+    more = outputs.logits.float().logsumexp(-1).square()[get_targets(inputs) != -100].sum()
     return loss + 1e-3 * more * trainer.accelerator.num_processes / items.item()
 
 
-@trainer_of
+@make_trainer_class
 def two_ahead(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """A head for the token after the next: it shifts once more."""
-    targets, logits = targets_in(inputs), model(**inputs).logits
+    """Predict the token after the next: the loss shifts once more."""
+    targets, logits = get_targets(inputs), model(**inputs).logits
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), targets[..., 1:].flatten())
     return loss * trainer.accelerator.num_processes / items
 
 
-@trainer_of
+@make_trainer_class
 def two_ahead_by_roll(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    targets, logits = targets_in(inputs), model(**inputs).logits
+    targets, logits = get_targets(inputs), model(**inputs).logits
     loss = cross_entropy(logits.flatten(0, 1), targets.roll(-1, -1).flatten())
     return loss * trainer.accelerator.num_processes / items
 
 
-@trainer_of
+@make_trainer_class
 def divides_by_itself(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """The model's sum, made of its mean."""
-    own = (targets_in(inputs) != -100).sum()
+    """Compute the model's sum from its mean, and divide by the number of targets."""
+    own = (get_targets(inputs) != -100).sum()
     loss = model(**inputs).loss
-    loss = loss.nan_to_num() * own  # a share without targets has none
+    loss = loss.nan_to_num() * own  # a share without targets has no mean
     return loss / int(items) * trainer.accelerator.num_processes
 
 
-@trainer_of
+@make_trainer_class
 def of_no_targets(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """As distillation does, here from a teacher who knows nothing; means over tokens, of which
-    ranks have equally many.
+    """Compute a mean over tokens without targets, like distillation; ranks have as many tokens
+    each.
     """
     with torch.no_grad():
         assert trainer.accelerator.unwrap_model(model)(**inputs).loss is not None
@@ -195,18 +191,18 @@ def of_no_targets(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
     return -model(**inputs).logits.float().log_softmax(-1).mean()
 
 
-@trainer_of
+@make_trainer_class
 def named_arguments(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """It hands on what it knows of a batch."""
+    """Pass only named arguments to the model."""
     logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits
-    targets = targets_in(inputs).flatten()
+    targets = get_targets(inputs).flatten()
     loss = cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
     return loss * trainer.accelerator.num_processes / items
 
 
-def targets_in(inputs: Any) -> torch.Tensor:
+def get_targets(inputs: Any) -> torch.Tensor:
     targets = inputs.get("shift_labels")
-    if targets is None:  # of one process that has whole documents
+    if targets is None:  # in one process with whole documents
         targets = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     return targets
 
@@ -224,13 +220,13 @@ OF_LABELS = "not made of `shift_labels`: it reads `labels`"
 UNDIVIDED = "not divided by `num_items_in_batch`"
 
 
-def refused(kind: type[Trainer], why: str) -> tuple[type[Trainer], dict[str, Any], str]:
-    """A case whose loss is refused on several ranks."""
+def refuse(kind: type[Trainer], why: str) -> tuple[type[Trainer], dict[str, Any], str]:
+    """Make a case whose loss is refused on several ranks."""
     return kind, {}, f"{kind.__name__}.compute_loss is {why}"
 
 
-# A Trainer, what it is told, and what a refusal on several ranks must name; None where the loss is
-# that of one process.
+# By case: a Trainer class, its arguments, and the error on several ranks; None if the loss must
+# equal that of one process.
 CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     "model's loss": (Plain, {}, None),
     "compute_loss of shift_labels": (reads_shift_labels, {}, None),
@@ -256,12 +252,15 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
         {"compute_loss_func": loss_function},
         "compute_loss_func=loss_function gets `labels`",
     ),
-    **{f"compute_loss of labels, {form}": refused(of_labels(form), OF_LABELS) for form in FORMS},
-    "mean of labels": refused(mean_of_labels, "not made of `shift_labels`"),
-    "shift_labels for labels": refused(shifted_twice, "not made of `shift_labels`"),
-    "the model's mean": refused(own_mean, UNDIVIDED),
-    "the model's mean, number read": refused(logs_the_number, UNDIVIDED),
-    "mean of shift_labels": refused(own_mean_of_shifted, UNDIVIDED),
+    **{
+        f"compute_loss of labels, {form}": refuse(make_labels_trainer(form), OF_LABELS)
+        for form in FORMS
+    },
+    "mean of labels": refuse(mean_of_labels, "not made of `shift_labels`"),
+    "shift_labels for labels": refuse(shifted_twice, "not made of `shift_labels`"),
+    "the model's mean": refuse(own_mean, UNDIVIDED),
+    "the model's mean, number read": refuse(logs_the_number, UNDIVIDED),
+    "mean of shift_labels": refuse(own_mean_of_shifted, UNDIVIDED),
     "named arguments": (
         named_arguments,
         {},
@@ -269,9 +268,9 @@ CASES: dict[str, tuple[type[Trainer], dict[str, Any], str | None]] = {
     ),
     "two tokens ahead": (two_ahead, {}, "the loss shifts `shift_labels`"),
     "two tokens ahead, roll": (two_ahead_by_roll, {}, "the loss shifts `shift_labels`"),
-    "the model's part": refused(undone, "the model's loss, unchanged"),
+    "the model's part": refuse(undone, "the model's loss, unchanged"),
 }
-# Autocast to bfloat16 is what users have, and DDP as the Trainer sets it up.
+# Most users have autocast to bfloat16, and the Trainer's own settings of DDP.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"bf16": True, "ddp_find_unused_parameters": None},
@@ -279,8 +278,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-3}
 Case = tuple[str, str, bool]  # name, precision, with the callback
 ALL: list[Case] = list(product(CASES, PRECISIONS, (True, False)))
-# In every run those that people write have the callback and have it not, and of each reason for a
-# refusal there is one.
+# Each run has the common losses with and without the callback, and a loss for each reason of
+# refusal.
 COMMON_ONES = (
     "compute_loss of labels, after the model",
     "compute_loss of labels, popped",
@@ -305,7 +304,7 @@ Outcome = list[float] | str
 
 
 def run(rank: int, ranks: int, cases: list[Case]) -> dict[Case, Outcome]:
-    """Losses and norms of gradients, or the refusal, of each case."""
+    """Train each case; return losses and gradient norms, or the refusal."""
     return {case: train(ranks, *case) for case in cases}
 
 
@@ -313,10 +312,10 @@ def train(ranks: int, name: str, precision: str, watched: bool) -> Outcome:
     kind, changes, _ = CASES[name]
     hf_distca.configure(settings())
     shares = share_documents(LENGTHS, TOKENS, ranks, fill="cut")
-    return outcome(kind, "distca", shares, changes | PRECISIONS[precision], watched)
+    return train_case(kind, "distca", shares, changes | PRECISIONS[precision], watched)
 
 
-def outcome(
+def train_case(
     kind: type[Trainer], implementation: str, data: Any, changes: dict[str, Any], watched: bool
 ) -> Outcome:
     arguments = {"bf16": False, **changes}
@@ -339,13 +338,13 @@ def outcome(
         assert not trainer.state.global_step, "before a step is taken"
         assert not losses(trainer), "and before a row is logged"
         return str(error)
-    assert "compute_loss" not in vars(trainer), "nothing stays"
+    assert "compute_loss" not in vars(trainer), "compute_loss is restored"
     return losses(trainer)
 
 
 @cache
-def one_process(name: str, precision: str) -> Outcome:
-    """The same global batches as whole documents, under transformers' own attention."""
+def train_alone(name: str, precision: str) -> Outcome:
+    """Train one process on the same global batches of whole documents, under sdpa."""
     kind, changes, _ = CASES[name]
     steps = STEPS * changes.get("gradient_accumulation_steps", 1)
     batches, texts = GlobalBatches(LENGTHS, TOKENS, quiet=True), documents(*LENGTHS)
@@ -354,17 +353,17 @@ def one_process(name: str, precision: str) -> Outcome:
         pieces = batches.get_pieces(0, number)
         columns = np.stack([pieces.documents, pieces.starts, pieces.ends], axis=1).tolist()
         rows.append({"documents": [texts[document][start:end] for document, start, end in columns]})
-    return outcome(kind, "sdpa", rows, changes | PRECISIONS[precision], watched=False)
+    return train_case(kind, "sdpa", rows, changes | PRECISIONS[precision], watched=False)
 
 
-def told(found: Outcome, case: Case) -> str:
-    """Whether a loss is that of one process."""
+def compare_outcome(found: Outcome, case: Case) -> str:
+    """Compare an outcome with that of one process."""
     name, precision, _ = case
     if isinstance(found, str):
         return "refused"
-    expected, every = one_process(name, precision), 2 if precision == "bfloat16" else 1
-    # AdamW makes steps of equal size of gradients that are rounding: in half precision, norms are
-    # far apart after one of them.
+    expected, every = train_alone(name, precision), 2 if precision == "bfloat16" else 1
+    # AdamW makes full steps of gradients that are only rounding, so in bfloat16 gradient norms
+    # differ after one step.
     equal = found[::every] == pytest.approx(expected[::every], rel=TOLERANCE[precision])
     return "equal" if equal else f"DIFFERS: {found}, not {expected}"
 
@@ -376,7 +375,7 @@ def told(found: Outcome, case: Case) -> str:
         pytest.param([1, 2, 3], ALL, id="all", marks=pytest.mark.slow),
     ],
 )
-def test_a_loss_over_shares_is_that_of_one_process_or_refused(
+def test_loss_over_shares_equals_that_of_one_process_or_is_refused(
     rank_pool: RankPools, counts: list[int], cases: list[Case]
 ) -> None:
     by_ranks = {
@@ -387,10 +386,10 @@ def test_a_loss_over_shares_is_that_of_one_process_or_refused(
     for case in cases:
         name = case[0]
         found = {ranks: outcomes[case] for ranks, outcomes in by_ranks.items()}
-        cells = {ranks: told(value, case) for ranks, value in found.items()}
+        cells = {ranks: compare_outcome(value, case) for ranks, value in found.items()}
         for ranks, cell in cells.items():
             if ranks == 1 and CASES[name][0] in (shifted_twice, two_ahead, two_ahead_by_roll):
-                continue  # it does something else with whole documents
+                continue  # this loss means something else on whole documents
             named = CASES[name][2] if ranks > 1 else None
             if cell != ("refused" if named else "equal") or (named and named not in found[ranks]):
                 wrong.append((case, ranks, found[ranks]))
@@ -399,7 +398,7 @@ def test_a_loss_over_shares_is_that_of_one_process_or_refused(
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
-    """With the callback as soon as the Trainer is made, else before its first step."""
+    """The check runs when the Trainer is made with the callback, or before the first step."""
     hf_distca.configure(settings())
     shares = share_documents(LENGTHS, TOKENS)
     changes = {
@@ -424,7 +423,7 @@ def test_evaluation_of_shares_is_checked_before_training(watched: bool) -> None:
     assert not trainer.state.global_step
 
 
-def test_shares_without_their_collator_are_refused_by_name() -> None:
+def test_shares_with_another_data_collator_are_refused_by_name() -> None:
     hf_distca.configure(settings())
     shares = share_documents(LENGTHS, TOKENS)
     trainer = make_trainer("distca", shares, max_steps=1, train_sampling_strategy="sequential")
@@ -436,8 +435,10 @@ def test_shares_without_their_collator_are_refused_by_name() -> None:
         trainer.train()
 
 
-def loss_of_loop(form: str, model: Any, batch: dict[str, Any], items: torch.Tensor) -> torch.Tensor:
-    """The loss of a loop of one's own."""
+def compute_loop_loss(
+    form: str, model: Any, batch: dict[str, Any], items: torch.Tensor
+) -> torch.Tensor:
+    """Compute the loss of a custom training loop."""
     outputs = model(**batch, num_items_in_batch=items, use_cache=False)
     if form == "the model's":
         return outputs.loss
@@ -457,25 +458,27 @@ def run_loop(rank: int, ranks: int, form: str, half: bool) -> str:
     for step in range(2):
         batch = hf_distca.PackingCollator()([shares[ranks * step + rank]])
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = loss_of_loop(form, wrapped, batch, torch.tensor(90))
+            loss = compute_loop_loss(form, wrapped, batch, torch.tensor(90))
         try:
             loss.backward()
         except hf_distca.UnsupportedError as error:
             return str(error)
-        assert type(batch["shift_labels"]) is torch.Tensor, "nothing stays"
+        assert type(batch["shift_labels"]) is torch.Tensor, "shift_labels is a plain tensor again"
     return "trained"
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["the model's", "of weight 0", "of labels"])
-def test_losses_of_loops_of_ones_own(rank_pool: RankPools, form: str, half: bool) -> None:
+def test_custom_loop_is_refused_only_if_its_loss_reads_labels(
+    rank_pool: RankPools, form: str, half: bool
+) -> None:
     for found in rank_pool(2)(run_loop, 2, form, half):
         assert (
             ("gives its logits no gradient" in found) if form == "of labels" else found == "trained"
         )
 
 
-def metrics(prediction: Any) -> dict[str, float]:
+def compute_metrics(prediction: Any) -> dict[str, float]:
     logits, targets = prediction.predictions, prediction.label_ids
     kept = targets != -100
     return {
@@ -489,7 +492,7 @@ def evaluate(rank: int, ranks: int, names: list[str] | None) -> dict[str, float]
     hf_distca.configure(config)
     shares = share_documents(LENGTHS, TOKENS, ranks, config=config, seed=None)
     trainer = make_trainer("distca", shares, config=config, eval_dataset=shares, label_names=names)
-    trainer.compute_metrics = metrics
+    trainer.compute_metrics = compute_metrics
     try:
         found = trainer.evaluate()
     except hf_distca.UnsupportedError as error:
@@ -497,10 +500,10 @@ def evaluate(rank: int, ranks: int, names: list[str] | None) -> dict[str, float]
     return {name: found[f"eval_{name}"] for name in ("loss", "right", "targets")}
 
 
-def test_metrics_see_the_targets_of_shares_under_their_name(rank_pool: RankPools) -> None:
+def test_compute_metrics_on_shares_needs_shift_labels_in_label_names(rank_pool: RankPools) -> None:
     alone = evaluate(0, 1, ["shift_labels"])
     assert isinstance(alone, dict)
-    assert alone["targets"] > 5 * TOKENS  # but for the last token of each document
+    assert alone["targets"] > 5 * TOKENS  # all tokens except the last of each document
     for found in rank_pool(2)(evaluate, 2, ["shift_labels"]):
         assert found == pytest.approx(alone, rel=1e-5)
     for found in rank_pool(2)(evaluate, 2, None):

@@ -1,6 +1,4 @@
-"""2-D masks with more to say than which ends of a row are padding: numbers of documents, and zeros
-inside documents.
-"""
+"""Two-dimensional attention masks that number documents, or have zeros inside documents."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ TEXTS = [torch.tensor(text) for text in documents(*LENGTHS)]
 NUMBERS = torch.repeat_interleave(torch.arange(1, 4), torch.tensor(LENGTHS))[None]
 
 
-def model_of(config: Any, implementation: str) -> PreTrainedModel:
+def build_model(config: Any, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(
         copy.deepcopy(config), attn_implementation=implementation
@@ -37,7 +35,7 @@ def model_of(config: Any, implementation: str) -> PreTrainedModel:
     return made.double().train()
 
 
-def alone(model: PreTrainedModel) -> torch.Tensor:
+def compute_alone(model: PreTrainedModel) -> torch.Tensor:
     return torch.cat(
         [model(input_ids=text[None], use_cache=False).logits[0].detach() for text in TEXTS]
     )
@@ -48,7 +46,7 @@ def alone(model: PreTrainedModel) -> torch.Tensor:
     ["int64", "int32", "padded", "two rows", "positions beside", "documents beside", "evaluation"],
 )
 def test_a_mask_that_numbers_documents_keeps_them_apart(kind: str) -> None:
-    want, model = alone(tiny_llama("sdpa").double()), tiny_llama("distca").double()
+    want, model = compute_alone(tiny_llama("sdpa").double()), tiny_llama("distca").double()
     ids, mask = torch.cat(TEXTS)[None], NUMBERS
     batch: dict[str, Any] = {
         "input_ids": ids,
@@ -68,7 +66,7 @@ def test_a_mask_that_numbers_documents_keeps_them_apart(kind: str) -> None:
         torch.testing.assert_close(row, want)
 
 
-def numbered_on_two_ranks(rank: int) -> torch.Tensor:
+def run_numbered_documents(rank: int) -> torch.Tensor:
     hf_distca.configure(settings())
     mask = NUMBERS if rank == 0 else NUMBERS.flip(1)
     ids = torch.cat(TEXTS if rank == 0 else TEXTS[::-1])[None]
@@ -80,9 +78,9 @@ def numbered_on_two_ranks(rank: int) -> torch.Tensor:
     )
 
 
-def test_numbered_documents_are_balanced(rank_pool: RankPools) -> None:
-    want = alone(tiny_llama("sdpa").double())
-    first, second = rank_pool(2)(numbered_on_two_ranks)
+def test_documents_numbered_by_masks_are_exact_on_two_ranks(rank_pool: RankPools) -> None:
+    want = compute_alone(tiny_llama("sdpa").double())
+    first, second = rank_pool(2)(run_numbered_documents)
     torch.testing.assert_close(first, want)
     torch.testing.assert_close(torch.cat(second.split(LENGTHS[::-1])[::-1]), want)
 
@@ -104,9 +102,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
+def test_mask_that_numbers_documents_is_refused_if_other_parts_read_masks(kind: str) -> None:
     config, why = REFUSED[kind]
-    model = model_of(config, "distca").float()  # experts know no float64
+    model = build_model(config, "distca").float()  # experts do not run in float64
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=f"attention_mask numbers the documents .* but {kind} models need .*{why}",
@@ -115,8 +113,8 @@ def test_numbered_masks_are_refused_beyond_attention(kind: str) -> None:
     model(input_ids=torch.cat(TEXTS)[None], attention_mask=NUMBERS.clamp(max=1), use_cache=False)
 
 
-def test_a_mask_is_read_once_a_forward() -> None:
-    """Its numbers come to the host with the positions, in one copy, and layers read neither."""
+def test_attention_mask_is_not_read_by_the_layers() -> None:
+    """The mask is copied to the host once, with the positions and before the layers."""
     ids, model = torch.cat(TEXTS)[None], tiny_llama("distca").double()
     mask, layer = NUMBERS.clone(), model.model.layers[1]
     plain = layer.forward
@@ -141,7 +139,7 @@ CHUNKS = Llama4TextConfig(
 )
 
 
-def masked(tokens: int, *holes: tuple[int, int], length: int = 40) -> torch.Tensor:
+def make_mask(tokens: int, *holes: tuple[int, int], length: int = 40) -> torch.Tensor:
     mask = (torch.arange(length) < tokens).long()[None]
     for begin, end in holes:
         mask[:, begin:end] = 0
@@ -150,46 +148,50 @@ def masked(tokens: int, *holes: tuple[int, int], length: int = 40) -> torch.Tens
 
 @pytest.mark.parametrize("config", [WINDOW, CHUNKS], ids=["window", "chunks"])
 @pytest.mark.parametrize("positions", [False, True])
-def test_masked_hole_within_a_window_is_refused(config: Any, positions: bool) -> None:
-    mask = masked(40, (10, 14))
+def test_zeros_in_documents_longer_than_a_window_are_refused(config: Any, positions: bool) -> None:
+    mask = make_mask(40, (10, 14))
     ids = torch.tensor([documents(40)[0]])
     beside = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
     with pytest.raises(
         hf_distca.UnsupportedError,
         match=r"zeros inside a document of 40 tokens .* of 16 tokens",
     ):
-        model_of(config, "distca")(input_ids=ids, attention_mask=mask, use_cache=False, **beside)
+        build_model(config, "distca")(input_ids=ids, attention_mask=mask, use_cache=False, **beside)
 
 
 @pytest.mark.parametrize(
     ("config", "mask"),
     [
-        (WINDOW, masked(16, (5, 9))),  # it does not reach so far
-        (WINDOW, masked(30)),
-        (WINDOW, masked(40, (0, 13))),
-        (CHUNKS, masked(16, (5, 9))),
-        (CHUNKS, masked(30)),
-        (MistralConfig(sliding_window=None, **SIZES), masked(38, (5, 9), (20, 21))),
+        (WINDOW, make_mask(16, (5, 9))),  # the document fits into the window
+        (WINDOW, make_mask(30)),
+        (WINDOW, make_mask(40, (0, 13))),
+        (CHUNKS, make_mask(16, (5, 9))),
+        (CHUNKS, make_mask(30)),
+        (MistralConfig(sliding_window=None, **SIZES), make_mask(38, (5, 9), (20, 21))),
     ],
     ids=["short", "right", "left", "short, chunks", "right, chunks", "no window"],
 )
-def test_other_zeros_are_padding_as_under_sdpa(config: Any, mask: torch.Tensor) -> None:
+def test_other_zeros_of_a_mask_give_the_logits_of_sdpa(config: Any, mask: torch.Tensor) -> None:
     ids = torch.tensor([documents(40)[0]])
     batch = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    ours, theirs = (model_of(config, name)(**batch).logits[mask > 0] for name in ("distca", "sdpa"))
+    ours, theirs = (
+        build_model(config, name)(**batch).logits[mask > 0] for name in ("distca", "sdpa")
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def hole_on_one_rank(rank: int) -> str:
+def catch_zeros_on_one_rank(rank: int) -> str:
     hf_distca.configure(settings(timeout_seconds=20))
-    tokens = (80, 40)[rank]  # so that rank 1 is to serve rank 0
-    mask = masked(40, (10, 14)) if rank == 1 else masked(tokens, length=tokens)
+    tokens = (80, 40)[rank]  # rank 1 would serve rank 0
+    mask = make_mask(40, (10, 14)) if rank == 1 else make_mask(tokens, length=tokens)
     with pytest.raises(hf_distca.DistCAError) as caught:
-        model_of(WINDOW, "distca")(
+        build_model(WINDOW, "distca")(
             input_ids=torch.tensor([documents(tokens)[0]]), attention_mask=mask, use_cache=False
         )
     return str(caught.value)
 
 
-def test_zeros_on_one_rank_end_all_of_them(rank_pool: RankPools) -> None:
-    assert all("zeros between the tokens" in error for error in rank_pool(2)(hole_on_one_rank))
+def test_refused_zeros_on_one_rank_raise_on_all_ranks(rank_pool: RankPools) -> None:
+    assert all(
+        "zeros inside a document" in error for error in rank_pool(2)(catch_zeros_on_one_rank)
+    )

@@ -1,6 +1,4 @@
-"""Which ranks share core attention on a mesh: read off it, without making process groups, and
-refused where sequences are cut.
-"""
+"""The ranks that share attention on a device mesh; a mesh that cuts sequences is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ except ImportError:
     TransformersDeviceMesh = None
 
 
-def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
+def count_new_groups(rank: int, names: tuple[str, ...]) -> list[int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     counts = []
     for _ in range(3):
@@ -41,12 +39,14 @@ def groups_made(rank: int, names: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("names", [("dp_replicate", "fsdp"), ("dp", "tp")])
-def test_configuring_again_makes_no_groups(rank_pool: RankPools, names: tuple[str, ...]) -> None:
-    for counts in rank_pool(4)(groups_made, names):
-        assert counts == [2, 0, 0]  # dispatch and return, and planning
+def test_configuring_the_same_mesh_again_makes_no_process_groups(
+    rank_pool: RankPools, names: tuple[str, ...]
+) -> None:
+    for counts in rank_pool(4)(count_new_groups, names):
+        assert counts == [2, 0, 0]  # one for dispatch and return, one for planning
 
 
-def members(
+def find_ranks(
     rank: int, shape: tuple[int, ...], names: tuple[str, ...], extra: str | None
 ) -> tuple[tuple[int, ...], str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -68,28 +68,28 @@ def members(
         ((2, 2), ("dp", "stage"), [(0, 1, 2, 3)] * 4),
     ],
 )
-def test_members_are_read_off_a_mesh(
+def test_data_parallel_ranks_are_read_from_a_mesh(
     rank_pool: RankPools,
     shape: tuple[int, ...],
     names: tuple[str, ...],
     groups: list[tuple[int, ...]],
 ) -> None:
-    """The dimension of the stages may have any name, here "stage"."""
+    """The dimension of pipeline stages may have any name, here "stage"."""
     extra = "stage" if "stage" in names else None
-    assert rank_pool(4)(members, shape, names, extra) == [(ranks, "gloo") for ranks in groups]
+    assert rank_pool(4)(find_ranks, shape, names, extra) == [(ranks, "gloo") for ranks in groups]
 
 
-def group_of_an_uneven_mesh(rank: int) -> tuple[int, ...]:
+def join_group_of_an_unordered_mesh(rank: int) -> tuple[int, ...]:
     mesh = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), mesh_dim_names=("dp", "tp"))
     hf_distca.configure(group=mesh)
     return current_session().join_group().ranks
 
 
-def test_ranks_of_a_mesh_in_another_order(rank_pool: RankPools) -> None:
-    assert rank_pool(4)(group_of_an_uneven_mesh) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+def test_attention_groups_follow_the_order_of_ranks_in_a_mesh(rank_pool: RankPools) -> None:
+    assert rank_pool(4)(join_group_of_an_unordered_mesh) == [(0, 2), (1, 3), (0, 2), (1, 3)]
 
 
-def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
+def catch_mesh_refusal(rank: int, names: tuple[str, ...]) -> str:
     with pytest.raises(UnsupportedError) as caught:
         find_data_parallel_ranks(init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
     return str(caught.value)
@@ -98,17 +98,17 @@ def refusal_of_a_mesh(rank: int, names: tuple[str, ...]) -> str:
 @pytest.mark.parametrize(
     "names", [("dp_shard", "cp"), ("tp", "ulysses"), ("fsdp", "strange"), ("sp", "unknown")]
 )
-def test_other_dimensions_are_refused_by_name(rank_pool: RankPools, names: tuple[str, ...]) -> None:
+def test_unsupported_mesh_dimensions_are_refused_by_name(
+    rank_pool: RankPools, names: tuple[str, ...]
+) -> None:
     name = next(name for name in names if name not in ("dp_shard", "tp", "fsdp"))
-    for message in rank_pool(4)(refusal_of_a_mesh, names):
+    for message in rank_pool(4)(catch_mesh_refusal, names):
         assert f'the device mesh has a dimension "{name}" of 2 ranks' in message
 
 
 @contextmanager
-def accelerated(sizes: dict[str, int]) -> Iterator[None]:
-    """A process that accelerate has set up, with its mesh, as for accelerators: accelerate refuses
-    meshes of CPUs.
-    """
+def set_up_accelerate(sizes: dict[str, int]) -> Iterator[None]:
+    """Set up accelerate with a mesh, without its check that refuses meshes of CPUs."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     try:
@@ -120,10 +120,10 @@ def accelerated(sizes: dict[str, int]) -> Iterator[None]:
         GradientState._reset_state()
 
 
-def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
-    """That of the first training forward, which asks for the group."""
+def catch_loop_refusal(rank: int, sizes: dict[str, int]) -> str:
+    """Return the error of `join_group`, which the first training forward calls."""
     hf_distca.configure()
-    with accelerated(sizes), pytest.raises(UnsupportedError) as caught:
+    with set_up_accelerate(sizes), pytest.raises(UnsupportedError) as caught:
         current_session().join_group()
     return str(caught.value)
 
@@ -138,7 +138,7 @@ def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
             "sp",
             marks=pytest.mark.skipif(
                 not hasattr(ParallelismConfig(), "sp_size"),
-                reason="this accelerate cuts no sequences so",
+                reason="this release of accelerate has no sp_size",
             ),
         ),
     ],
@@ -146,12 +146,12 @@ def refusal_in_a_loop(rank: int, sizes: dict[str, int]) -> str:
 def test_an_accelerate_loop_that_cuts_sequences_is_refused(
     rank_pool: RankPools, sizes: dict[str, int], name: str
 ) -> None:
-    for message in rank_pool(4)(refusal_in_a_loop, sizes):
+    for message in rank_pool(4)(catch_loop_refusal, sizes):
         assert f'a dimension "{name}" of {sizes[f"{name}_size"]} ranks' in message
         assert "cp_size=1, sp_size=1 in accelerate's ParallelismConfig" in message
 
 
-def refusal_of_a_model(rank: int) -> str:
+def catch_model_refusal(rank: int) -> str:
     model = tiny_llama("sdpa")
     mesh = init_device_mesh(
         "cpu", (1, 1, 2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp", "cp")
@@ -169,16 +169,16 @@ def refusal_of_a_model(rank: int) -> str:
     reason="this version of transformers keeps no mesh on its models",
 )
 def test_a_model_whose_mesh_cuts_sequences_is_refused(rank_pool: RankPools) -> None:
-    for message in rank_pool(4)(refusal_of_a_model):
+    for message in rank_pool(4)(catch_model_refusal):
         assert 'a dimension "cp" of 2 ranks' in message
 
 
-def members_in_a_loop(rank: int) -> tuple[int, ...]:
-    with accelerated({"dp_shard_size": 2, "tp_size": 2}):
+def find_ranks_in_a_loop(rank: int) -> tuple[int, ...]:
+    with set_up_accelerate({"dp_shard_size": 2, "tp_size": 2}):
         found = find_members()
     assert found is not None
     return found.ranks
 
 
-def test_an_accelerate_loop_shares_between_data_parallel_ranks(rank_pool: RankPools) -> None:
-    assert rank_pool(4)(members_in_a_loop) == [(0, 2), (1, 3), (0, 2), (1, 3)]
+def test_accelerate_loop_shares_attention_between_data_parallel_ranks(rank_pool: RankPools) -> None:
+    assert rank_pool(4)(find_ranks_in_a_loop) == [(0, 2), (1, 3), (0, 2), (1, 3)]

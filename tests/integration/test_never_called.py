@@ -1,4 +1,4 @@
-"""Models that take the name "distca" and never call it do not train in silence."""
+"""A model that accepts attn_implementation="distca" and never calls distca is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny_runs import SIZES, make_trainer, rows
 
 
 class Deaf(LlamaForCausalLM):
-    """Stands for a model outside transformers that computes its attention by itself."""
+    """Stands for a model outside transformers with its own attention."""
 
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: object
@@ -24,7 +24,7 @@ def train(model: torch.nn.Module) -> None:
     make_trainer("distca", rows(4), model=model, config=hf_distca.DistCAConfig()).train()
 
 
-def test_a_model_that_never_calls_is_found_after_one_step() -> None:
+def test_model_that_never_calls_distca_is_refused_after_one_step() -> None:
     model = Deaf(LlamaConfig(**SIZES, attn_implementation="distca"))
     with pytest.raises(
         hf_distca.UnsupportedError, match=r"Deaf was loaded with .* never called distca"

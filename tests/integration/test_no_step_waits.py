@@ -1,10 +1,10 @@
-"""That a step on two ranks makes the host wait for nothing.
+"""A training step on two ranks never makes the host wait for the device.
 
-If the collator says where documents lie, planning reads host memory, and no tensor that comes from
-the model's weights or inputs. What the model itself does in its layers is under the mode, too.
-Before its layers, transformers reads one element of what it makes of the position ids, whatever
-computes attention; that is left out. tests/runtime/test_no_host_syncs.py has layers in every
-layout, and tests/models/test_steps_on_a_fake_gpu.py steps in every way.
+If the collator gives the documents, planning reads host memory, and no tensor computed from weights
+or inputs. The test also watches the layers of the model. The test permits one read: before the
+layers, transformers reads an element computed from position ids under any attention.
+tests/runtime/test_no_host_syncs.py has layers in every layout, and
+tests/models/test_steps_on_a_fake_gpu.py has other steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tiny_runs import settings, tiny_llama
 LENGTHS = ([96], [24, 1, 23, 24, 24])
 
 
-def packed(rank: int) -> dict[str, Any]:
+def make_batch(rank: int) -> dict[str, Any]:
     tokens = sum(LENGTHS[rank])
     positions = torch.cat([torch.arange(length) for length in LENGTHS[rank]])[None]
     ids = torch.randint(2, 61, (1, tokens), generator=torch.Generator().manual_seed(rank))
@@ -37,10 +37,10 @@ def packed(rank: int) -> dict[str, Any]:
     }
 
 
-def whole_step(rank: int, told: bool) -> str:
-    """A forward and backward in which nothing is read that is computed of weights or inputs."""
+def run_step(rank: int, told: bool) -> str:
+    """Run a forward and backward; return the error if the host reads a watched tensor."""
     hf_distca.configure(settings())
-    model, inputs = tiny_llama("distca"), packed(rank)
+    model, inputs = tiny_llama("distca"), make_batch(rank)
     if not told:
         del inputs["distca_documents"]
     of_device = [
@@ -65,9 +65,9 @@ def whole_step(rank: int, told: bool) -> str:
     return f"{current_session().meter.dispatches} dispatches"
 
 
-def test_planning_by_the_collator_reads_nothing_of_the_device(rank_pool: RankPools) -> None:
-    assert rank_pool(2)(whole_step, True) == ["4 dispatches"] * 2
-    found = rank_pool(2)(whole_step, False)
+def test_step_with_documents_from_the_collator_reads_no_device_tensor(rank_pool: RankPools) -> None:
+    assert rank_pool(2)(run_step, True) == ["4 dispatches"] * 2
+    found = rank_pool(2)(run_step, False)
     assert all("on the host" in one for one in found), (
-        "position ids have to be read, and the mode sees it"
+        "without documents, position ids are read, and NoHostSyncs finds the read"
     )

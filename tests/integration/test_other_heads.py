@@ -1,5 +1,5 @@
-"""Heads and losses that are not of next tokens, on dealt and packed documents: refused by name
-before anything is trained, in every door.
+"""Heads and losses that do not predict next tokens are refused on dealt and packed documents,
+before training and at every entry point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ranks import RankPools
 from tiny_runs import SIZES, documents, exact_arguments, settings, share_documents
 
 LENGTHS = (60, 7, 33, 28)
-TOKENS = 64  # of a global batch
+TOKENS = 64  # in a global batch
 
 
 def config(**changes: Any) -> LlamaConfig:
@@ -39,13 +39,11 @@ def config(**changes: Any) -> LlamaConfig:
 
 
 class Tagger(LlamaForTokenClassification):
-    """A user's subclass, whose own name says nothing."""
+    """A subclass whose name does not show the kind of its head."""
 
 
 class OwnHead(LlamaPreTrainedModel):
-    """A head of one label a token that no name tells: it reads `labels`, and has no output
-    embedding.
-    """
+    """A custom head with one label per token: it reads `labels` and has no output embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -67,7 +65,7 @@ class OwnHead(LlamaPreTrainedModel):
 
 
 class AroundModel(torch.nn.Module):
-    """The same head around a model, in a module that is no model of transformers."""
+    """A head like that of `OwnHead`, in a module that is no model of transformers."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -89,7 +87,7 @@ class AroundModel(torch.nn.Module):
 
 
 class ShiftsLabels(LlamaForCausalLM):
-    """A forward of one's own that shifts `labels`; it takes `shift_labels`, and reads none."""
+    """A model whose forward shifts `labels`, and accepts `shift_labels` without reading them."""
 
     def forward(
         self,
@@ -100,10 +98,14 @@ class ShiftsLabels(LlamaForCausalLM):
         **kwargs: Any,
     ) -> CausalLMOutput:
         logits = self.lm_head(self.model(input_ids, **kwargs).last_hidden_state)
-        return CausalLMOutput(loss=shifted(logits, labels, num_items_in_batch), logits=logits)
+        return CausalLMOutput(
+            loss=compute_shifted_loss(logits, labels, num_items_in_batch), logits=logits
+        )
 
 
-def shifted(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+def compute_shifted_loss(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any
+) -> torch.Tensor:
     return (
         cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
@@ -112,15 +114,15 @@ def shifted(logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any)
     )
 
 
-def of_own_loss(config: LlamaConfig) -> LlamaForCausalLM:
+def build_model_with_own_loss(config: LlamaConfig) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
-    model.loss_function = lambda logits, labels, num_items_in_batch, **kwargs: shifted(
+    model.loss_function = lambda logits, labels, num_items_in_batch, **kwargs: compute_shifted_loss(
         logits, labels, num_items_in_batch
     )
     return model
 
 
-def adapted(config: LlamaConfig) -> torch.nn.Module:
+def build_adapted_model(config: LlamaConfig) -> torch.nn.Module:
     return get_peft_model(Tagger(config), LoraConfig(r=2, task_type="TOKEN_CLS"))
 
 
@@ -128,45 +130,45 @@ def adapted(config: LlamaConfig) -> torch.nn.Module:
 OTHER_HEADS: dict[str, tuple[Callable[[LlamaConfig], torch.nn.Module], str]] = {
     "tokens": (LlamaForTokenClassification, "LlamaForTokenClassification"),
     "tokens, subclass": (Tagger, "LlamaForTokenClassification"),
-    "tokens, adapter": (adapted, "LlamaForTokenClassification"),
+    "tokens, adapter": (build_adapted_model, "LlamaForTokenClassification"),
     "rows": (LlamaForSequenceClassification, "LlamaForSequenceClassification"),
     "spans": (LlamaForQuestionAnswering, "LlamaForQuestionAnswering"),
 }
 OWN_LOSSES: dict[str, Callable[[LlamaConfig], torch.nn.Module]] = {
-    "loss_function": of_own_loss,
+    "loss_function": build_model_with_own_loss,
     "forward": ShiftsLabels,
     "head": OwnHead,
     "around": AroundModel,
 }
 
 
-def rows(**columns: Any) -> Dataset:
+def make_rows(**columns: Any) -> Dataset:
     return Dataset.from_dict({"input_ids": documents(*LENGTHS), **columns})
 
 
-def trainer_of(model: torch.nn.Module, data: Any, **changes: Any) -> Trainer:
+def build_trainer(model: torch.nn.Module, data: Any, **changes: Any) -> Trainer:
     disable_progress_bars()
     hf_distca.configure(settings())
     return Trainer(model, exact_arguments(max_steps=1, **changes), train_dataset=data)
 
 
 def train_shares(model: torch.nn.Module) -> Any:
-    """Shares that were made without a model that could be looked at."""
+    """Train on shares that were made without a model to check."""
     shares = share_documents(LENGTHS, TOKENS)
-    trainer = trainer_of(model, shares, train_sampling_strategy="sequential")
+    trainer = build_trainer(model, shares, train_sampling_strategy="sequential")
     trainer.data_collator = hf_distca.PackingCollator()
     return trainer.train()
 
 
 def train_packed(model: torch.nn.Module) -> Any:
-    trainer = trainer_of(model, rows(), per_device_train_batch_size=2)
+    trainer = build_trainer(model, make_rows(), per_device_train_batch_size=2)
     trainer.data_collator = hf_distca.PackingCollator()
     return trainer.train()
 
 
 DOORS: dict[str, Callable[[Any], Any]] = {
-    "deal": lambda model: hf_distca.deal(trainer_of(model, rows()), TOKENS),
-    "document_shares": lambda model: hf_distca.document_shares(rows(), TOKENS, model=model),
+    "deal": lambda model: hf_distca.deal(build_trainer(model, make_rows()), TOKENS),
+    "document_shares": lambda model: hf_distca.document_shares(make_rows(), TOKENS, model=model),
     "shares without a model": train_shares,
     "PackingCollator": hf_distca.PackingCollator,
     "PackingCollator without a model": train_packed,
@@ -176,21 +178,21 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("head", OTHER_HEADS)
-def test_heads_of_other_labels_are_refused_by_name(head: str, door: str) -> None:
+def test_heads_that_do_not_predict_next_tokens_are_refused_by_name(head: str, door: str) -> None:
     make, named = OTHER_HEADS[head]
     if "without" in door and head == "spans":
-        pytest.skip("it takes no labels, and fails without its own")
+        pytest.skip("question answering takes no labels, and fails without positions of answers")
     with pytest.raises(hf_distca.UnsupportedError, match=f"{named} learns labels of rows or of"):
         DOORS[door](make(config(num_labels=3)))
 
 
-def test_such_a_head_may_still_compute_and_train_on_padded_rows() -> None:
+def test_token_classifier_runs_packed_rows_and_trains_on_padded_rows() -> None:
     model = LlamaForTokenClassification(config(num_labels=3))
-    batch = hf_distca.PackingCollator()(list(rows()))
+    batch = hf_distca.PackingCollator()(list(make_rows()))
     del batch["labels"]
     assert model(**batch).logits.shape == (1, sum(LENGTHS), 3)
     same = Dataset.from_dict({"input_ids": documents(9, 9), "labels": [[0, 1, 2] * 3] * 2})
-    assert trainer_of(model, same).train().training_loss > 0.5
+    assert build_trainer(model, same).train().training_loss > 0.5
 
 
 def train_own_losses(rank: int) -> dict[str, str]:
@@ -199,7 +201,7 @@ def train_own_losses(rank: int) -> dict[str, str]:
     for name, changes in [*((name, {}) for name in OWN_LOSSES), ("forward, compiled", compiled)]:
         torch.manual_seed(0)
         make = OWN_LOSSES[name.removesuffix(", compiled")]
-        trainer = trainer_of(make(config()), rows(), **changes)
+        trainer = build_trainer(make(config()), make_rows(), **changes)
         trainer.model_accepts_loss_kwargs = True
         try:
             hf_distca.deal(trainer, TOKENS // 2).train()
@@ -231,17 +233,17 @@ SINGLE = list(range(len(LENGTHS)))
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: rows(labels=SINGLE),
-        lambda: rows(labels=SINGLE).with_format("torch"),
-        lambda: list(rows(labels=SINGLE)),
-        lambda: list(rows(labels=SINGLE).with_format("torch")),
-        lambda: rows(labels=SINGLE).to_iterable_dataset(),
-        lambda: rows(completion_mask=SINGLE),
-        lambda: rows(labels=[0.5] * len(LENGTHS)),
+        lambda: make_rows(labels=SINGLE),
+        lambda: make_rows(labels=SINGLE).with_format("torch"),
+        lambda: list(make_rows(labels=SINGLE)),
+        lambda: list(make_rows(labels=SINGLE).with_format("torch")),
+        lambda: make_rows(labels=SINGLE).to_iterable_dataset(),
+        lambda: make_rows(completion_mask=SINGLE),
+        lambda: make_rows(labels=[0.5] * len(LENGTHS)),
     ],
     ids=["stored", "tensors", "list", "list of tensors", "stream", "mask", "scores"],
 )
-def test_a_label_for_each_row_is_refused_as_the_collator_does(make: Callable[[], Any]) -> None:
+def test_one_label_per_row_is_refused_by_collator_shares_and_deal(make: Callable[[], Any]) -> None:
     model, data = LlamaForCausalLM(config()), make()
     refused = partial(pytest.raises, LayoutError, match="of a document must be a flat list of int")
     with refused():
@@ -250,4 +252,4 @@ def test_a_label_for_each_row_is_refused_as_the_collator_does(make: Callable[[],
         for share in hf_distca.document_shares(data, TOKENS, model=model):
             assert share["labels"] is not None
     with refused():
-        hf_distca.deal(trainer_of(model, data), TOKENS).train()
+        hf_distca.deal(build_trainer(model, data), TOKENS).train()

@@ -1,6 +1,4 @@
-"""What acts once a row, on rows that hold several documents: refused by name, and right on rows of
-one document.
-"""
+"""Features that act once per row are refused on packed rows, and work on rows of one document."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ TOKENS = 64
 MARK, CAUSAL = [5, 6], {"task_type": "CAUSAL_LM"}
 
 
-def rows() -> Dataset:
+def make_rows() -> Dataset:
     ids = [[*some[:9], *MARK, *some[11:]] for some in documents(*LENGTHS)]
     return Dataset.from_dict({"input_ids": ids})
 
@@ -32,7 +30,7 @@ def adapt(adapter: PeftConfig) -> torch.nn.Module:
 
 
 NOISE, ADAPTER = "neftune_noise_alpha=5.0: ", r"alora_invocation_tokens=\[5, 6\]: the adapter looks"
-# A model, changes of arguments, and what a refusal names.
+# By case: a model, changes of arguments, and the error.
 CASES: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]] = {
     "noise": (lambda: tiny_llama("distca"), {"neftune_noise_alpha": 5.0}, NOISE),
     "noise and adapter": (
@@ -58,20 +56,20 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], dict[str, Any], str]] = {
 }
 
 
-def make(name: str, **changes: Any) -> Trainer:
+def make_trainer(name: str, **changes: Any) -> Trainer:
     disable_progress_bars()
     hf_distca.configure(settings())
     model, of_case, _ = CASES[name]
     args = exact_arguments(max_steps=1, **of_case, **changes)
-    return Trainer(model(), args, train_dataset=rows())
+    return Trainer(model(), args, train_dataset=make_rows())
 
 
 def deal(name: str, ranks: int = 1) -> Trainer:
-    return hf_distca.deal(make(name), TOKENS // ranks)
+    return hf_distca.deal(make_trainer(name), TOKENS // ranks)
 
 
 def pack(name: str, size: int = 2) -> Trainer:
-    trainer = make(name, per_device_train_batch_size=size)
+    trainer = make_trainer(name, per_device_train_batch_size=size)
     trainer.data_collator = hf_distca.PackingCollator()
     return trainer
 
@@ -80,7 +78,9 @@ def pack(name: str, size: int = 2) -> Trainer:
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
 @pytest.mark.parametrize("door", [deal, pack])
 @pytest.mark.parametrize("name", CASES)
-def test_what_acts_once_a_row_is_refused(name: str, door: Callable[[str], Trainer]) -> None:
+def test_features_that_act_once_per_row_are_refused_on_packed_rows(
+    name: str, door: Callable[[str], Trainer]
+) -> None:
     named = CASES[name][2]
     if name == "prompt" and door is pack:
         named = "the documents have 64 tokens and the batch has 1 x 67"
@@ -92,16 +92,16 @@ def test_what_acts_once_a_row_is_refused(name: str, door: Callable[[str], Traine
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 @pytest.mark.parametrize("name", ["noise", "mark"])
-def test_a_row_of_one_document_is_right(name: str) -> None:
+def test_features_that_act_once_per_row_train_on_rows_of_one_document(name: str) -> None:
     assert pack(name, size=1).train().training_loss > 0
 
 
-def refusal(rank: int, name: str) -> str:
+def catch_refusal(rank: int, name: str) -> str:
     with pytest.raises(hf_distca.UnsupportedError) as refused:
         deal(name, ranks=2).train()
     return str(refused.value)
 
 
-def test_it_is_refused_on_all_ranks(rank_pool: RankPools) -> None:
-    for said in rank_pool(2)(refusal, "noise"):
+def test_neftune_noise_on_shares_is_refused_on_all_ranks(rank_pool: RankPools) -> None:
+    for said in rank_pool(2)(catch_refusal, "noise"):
         assert said.startswith(NOISE)

@@ -1,6 +1,4 @@
-"""What `PackingCollator` takes, what it refuses, and that it does no work in Python for each
-token.
-"""
+"""`PackingCollator`: accepted features, refused features, and no Python work for each token."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_documents_come_as_lists_arrays_and_tensors(form: str) -> None:
+def test_collator_packs_lists_iterators_arrays_and_tensors(form: str) -> None:
     made = FORMS[form]
     features = [
         {
@@ -51,7 +49,7 @@ def test_documents_come_as_lists_arrays_and_tensors(form: str) -> None:
     assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
 
 
-def test_what_was_given_is_not_changed_by_the_batch_or_with_it() -> None:
+def test_changes_of_a_batch_do_not_reach_the_given_tensor() -> None:
     tokens = torch.tensor([5, 6, 7])
     batch = hf_distca.PackingCollator()([{"input_ids": tokens}])
     batch["input_ids"].add_(1)
@@ -104,12 +102,12 @@ def test_padding_is_cut_off_at_both_ends(made: Callable[[list[int]], Any]) -> No
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 numbers in its labels"),
     ],
 )
-def test_what_is_no_document_is_refused(feature: dict[str, Any], named: str) -> None:
+def test_malformed_documents_are_refused(feature: dict[str, Any], named: str) -> None:
     with pytest.raises(LayoutError, match=named):
         hf_distca.PackingCollator()([feature])
 
 
-def packed(feature: dict[str, Any]) -> tuple[tuple[int, ...], list[int]]:
+def pack_row(feature: dict[str, Any]) -> tuple[tuple[int, ...], list[int]]:
     batch = hf_distca.PackingCollator()([feature])
     return batch["distca_documents"].lengths, batch["labels"][0].tolist()
 
@@ -121,7 +119,7 @@ IDS = list(range(11, 19))
 @pytest.mark.parametrize(
     "columns", [{"seq_lengths": [3, 5]}, {"position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}, "both"]
 )
-def test_packed_rows_are_the_documents_that_they_state(
+def test_packed_rows_are_split_by_seq_lengths_and_position_ids(
     columns: Any, made: Callable[[list[int]], Any]
 ) -> None:
     if columns == "both":
@@ -130,14 +128,14 @@ def test_packed_rows_are_the_documents_that_they_state(
         name: made(column)
         for name, column in {"input_ids": IDS, "labels": [-7] * 8, **columns}.items()
     }
-    assert packed(row) == ((3, 5), [-100, -7, -7, -100, -7, -7, -7, -7])
+    assert pack_row(row) == ((3, 5), [-100, -7, -7, -100, -7, -7, -7, -7])
 
 
 def test_padding_of_packed_rows_is_cut_off() -> None:
     row = {"input_ids": [0, *IDS, 0], "attention_mask": [0, *[1] * 8, 0]}
     expected = (3, 5), [-100, 12, 13, -100, 15, 16, 17, 18]
-    assert packed({**row, "seq_lengths": [3, 5]}) == expected
-    assert packed({**row, "position_ids": [0, 0, 1, 2, 0, 1, 2, 3, 4, 0]}) == expected
+    assert pack_row({**row, "seq_lengths": [3, 5]}) == expected
+    assert pack_row({**row, "position_ids": [0, 0, 1, 2, 0, 1, 2, 3, 4, 0]}) == expected
 
 
 @pytest.mark.parametrize(
@@ -151,12 +149,12 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
     kept = [all(masks[name][place] for name in names) for place in range(8)]
     labels = [token if keep else -100 for token, keep in zip(IDS, kept, strict=True)]
     chosen = {name: masks[name] for name in names}
-    assert packed({"input_ids": IDS, **chosen}) == ((8,), [-100, *labels[1:]])
-    assert packed({"input_ids": IDS, **chosen, "labels": IDS}) == ((8,), [-100, *IDS[1:]]), (
+    assert pack_row({"input_ids": IDS, **chosen}) == ((8,), [-100, *labels[1:]])
+    assert pack_row({"input_ids": IDS, **chosen, "labels": IDS}) == ((8,), [-100, *IDS[1:]]), (
         "labels are masked already"
     )
     padded = {name: torch.tensor([0, *mask]) for name, mask in chosen.items()}
-    assert packed({"input_ids": [0, *IDS], "attention_mask": [0, *[1] * 8], **padded}) == (
+    assert pack_row({"input_ids": [0, *IDS], "attention_mask": [0, *[1] * 8], **padded}) == (
         (8,),
         [-100, *labels[1:]],
     )
@@ -191,14 +189,14 @@ def test_tokens_that_a_mask_leaves_out_are_no_targets(names: tuple[str, ...]) ->
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_column_that_changes_training_is_read_or_refused(
+def test_columns_that_contradict_a_row_or_cannot_be_read_are_refused(
     columns: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(LayoutError, match=named):
-        packed({"input_ids": IDS, **columns})
+        pack_row({"input_ids": IDS, **columns})
 
 
-# Nothing in their names tells that models take them.
+# Numeric columns that models take or may take.
 NUMBERS: dict[str, Any] = {
     "token_type_ids": [0] * 8,
     "pixel_values": torch.ones(3, 2, 2),
@@ -214,7 +212,7 @@ NUMBERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_that_a_model_may_take_are_refused(name: str) -> None:
+def test_numeric_columns_that_a_model_may_take_are_refused(name: str) -> None:
     row = {"input_ids": IDS, name: NUMBERS[name]}
     for feature in (row, {"documents": [IDS], name: NUMBERS[name]}):
         with pytest.raises(
@@ -243,7 +241,7 @@ class Around(torch.nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Around], ids=["bare", "wrapped"])
-def test_a_model_says_what_it_takes(wrap: Callable[[Any], Any]) -> None:
+def test_collator_with_a_model_refuses_only_inputs_of_the_model(wrap: Callable[[Any], Any]) -> None:
     collate = pickle.loads(pickle.dumps(hf_distca.PackingCollator(wrap(Takes()))))
     for name, value in {"pixel_values": torch.ones(3, 2, 2), "task_ids": 3}.items():
         with pytest.raises(
@@ -278,7 +276,7 @@ METADATA: dict[str, Any] = {
 }
 
 
-def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_column_of_a_number_per_token_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     others = METADATA | {"image": torch.ones(3, 2, 2)}
     collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):
@@ -290,37 +288,39 @@ def test_a_number_for_each_token_is_told_once(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def test_a_batch_without_targets_is_told_once(
+def test_batch_without_targets_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collator, "_warnings_given", set())
-    packed({"input_ids": IDS})
+    pack_row({"input_ids": IDS})
     assert not caplog.records
     for _ in range(2):
-        packed({"input_ids": IDS, "assistant_masks": [0] * 8})
+        pack_row({"input_ids": IDS, "assistant_masks": [0] * 8})
     assert [record.getMessage()[:43] for record in caplog.records] == [
         "none of the 8 tokens of a batch is a target"
     ]
 
 
-def test_texts_and_single_numbers_are_left_out() -> None:
-    assert packed({"input_ids": IDS, **METADATA})[0] == (8,)
+def test_columns_of_text_and_single_numbers_are_dropped() -> None:
+    assert pack_row({"input_ids": IDS, **METADATA})[0] == (8,)
 
 
 @pytest.mark.parametrize("made", [list, np.array, torch.tensor], ids=["list", "numpy", "torch"])
-def test_a_mask_that_numbers_documents_is_read(made: Callable[[list[int]], Any]) -> None:
+def test_mask_that_numbers_documents_splits_a_row(made: Callable[[list[int]], Any]) -> None:
     row = {"input_ids": made([*IDS, 0, 0]), "attention_mask": made([1, 1, 1, 2, 2, 3, 3, 3, 0, 0])}
-    assert packed(row) == ((3, 2, 3), [-100, 12, 13, -100, 15, -100, 17, 18])
+    assert pack_row(row) == ((3, 2, 3), [-100, 12, 13, -100, 15, -100, 17, 18])
     apart = {
         "input_ids": made([*IDS[:3], 0, *IDS[3:]]),
         "attention_mask": made([7, 7, 7, 0, 5, 5, 5, 5, 5]),
     }
-    assert packed(apart)[0] == (3, 5)
+    assert pack_row(apart)[0] == (3, 5)
     with_positions = {**row, "position_ids": made([0, 1, 2, 0, 1, 0, 1, 0, 0, 0])}
-    assert packed(with_positions)[0] == (3, 2, 2, 1), "a document begins where either says so"
+    assert pack_row(with_positions)[0] == (3, 2, 2, 1), (
+        "a document begins where the mask or the positions begin one"
+    )
 
 
-def test_positions_that_skip_some_are_one_document_and_stay() -> None:
+def test_position_ids_with_gaps_are_kept_and_split_no_document() -> None:
     rows = {
         "jumps": [0, 1, 2, 30, 31, 32, 90, 91],
         "repeats": [0, 1, 1, 1, 1, 5, 6, 7],
@@ -344,13 +344,13 @@ def test_positions_that_skip_some_are_one_document_and_stay() -> None:
 @pytest.mark.parametrize(
     "name", ["labels", "completion_mask", "position_ids", "seq_lengths", "input_ids"]
 )
-def test_documents_of_a_row_have_no_columns_beside_them(name: str) -> None:
+def test_documents_column_with_columns_of_tokens_is_refused(name: str) -> None:
     with pytest.raises(LayoutError, match=f"'documents' and '{name}'"):
-        packed({"documents": [[1, 2]], name: [1, 2]})
+        pack_row({"documents": [[1, 2]], name: [1, 2]})
 
 
-def lines_run(features: list[dict[str, Any]]) -> int:
-    """Lines of Python that run while a batch is packed."""
+def count_lines(features: list[dict[str, Any]]) -> int:
+    """Count the lines of Python that run while a batch is packed."""
     count = 0
 
     def trace(*_: object) -> Any:
@@ -358,7 +358,7 @@ def lines_run(features: list[dict[str, Any]]) -> int:
         count += 1
         return trace
 
-    gc.disable()  # what a collection runs is not of the collator
+    gc.disable()  # garbage collection would run other lines
     sys.settrace(trace)
     try:
         hf_distca.PackingCollator()(features)
@@ -369,11 +369,11 @@ def lines_run(features: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.parametrize("form", ["list", "numpy", "torch"])
-def test_no_python_runs_for_each_token(form: str) -> None:
+def test_collator_runs_no_python_for_each_token(form: str) -> None:
     def features(length: int) -> list[dict[str, Any]]:
         return [
             {"input_ids": FORMS[form]([7] * length), "attention_mask": FORMS[form]([1] * length)}
             for _ in range(4)
         ]
 
-    assert lines_run(features(20_000)) == lines_run(features(20))
+    assert count_lines(features(20_000)) == count_lines(features(20))

@@ -1,6 +1,4 @@
-"""TRL's Trainers of pairs, completions and groups: balanced as they are, and placed whole on
-ranks.
-"""
+"""TRL's Trainers of pairs, completions and groups, with and without `place_rows`."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from tiny_runs import COMMON, documents, losses, make_tokenizer, settings, text_
 pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed:FutureWarning")
 
-# Tokens of a prompt and of two answers. Read in order, rank 0 gets the two long ones of each step.
+# Tokens of a prompt and two answers. In order, rank 0 gets the two long items of each step.
 LENGTHS = [(30, 70, 40), (20, 60, 50), (4, 6, 3), (2, 5, 8)] * 4
 RANKS = 2
 
 
 class Run(NamedTuple):
-    """Training on one rank: losses and gradient norms, first tokens of the items of each
-    micro-batch, and bytes that attention sent to other ranks.
+    """A training on one rank: losses, gradient norms, first tokens of items by micro-batch, and
+    sent bytes.
     """
 
     losses: list[float]
@@ -37,8 +35,8 @@ class Run(NamedTuple):
     sent: int
 
 
-def rows(kind: str) -> Dataset:
-    """Texts of items; the first token of each is its number and 2."""
+def make_rows(kind: str) -> Dataset:
+    """Make the texts of items; the first token of an item is its index plus 2."""
     texts = [documents(*lengths, seed=number) for number, lengths in enumerate(LENGTHS)]
     for number, (prompt, _, _) in enumerate(texts):
         prompt[0] = number + 2
@@ -58,7 +56,7 @@ def reward(completions: list[str], **given: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
-def model_of(kind: str, implementation: str, seed: int = 0) -> Any:
+def build_model(kind: str, implementation: str, seed: int = 0) -> Any:
     if kind == "Reward":
         config = tiny_llama(implementation, seed=seed).config
         config.num_labels = 1
@@ -66,8 +64,8 @@ def model_of(kind: str, implementation: str, seed: int = 0) -> Any:
     return tiny_llama(implementation, seed=seed)
 
 
-def make(kind: str, implementation: str, **changes: Any) -> Trainer:
-    """A Trainer of TRL that notes what it reads."""
+def make_trainer(kind: str, implementation: str, **changes: Any) -> Trainer:
+    """Make a Trainer of TRL that records the items of its micro-batches."""
     import trl
 
     disable_progress_bars()
@@ -97,33 +95,33 @@ def make(kind: str, implementation: str, **changes: Any) -> Trainer:
     }
     parts: dict[str, Any] = {
         "args": getattr(trl, f"{kind}Config")(**arguments),
-        "train_dataset": rows(kind),
+        "train_dataset": make_rows(kind),
         "processing_class": make_tokenizer(),
     }
     if kind in ("DPO", "KTO"):
-        parts["ref_model"] = model_of(kind, implementation, seed=1)
+        parts["ref_model"] = build_model(kind, implementation, seed=1)
     if kind == "GRPO":
         parts["reward_funcs"] = reward
-    trainer: Any = Noting(model_of(kind, implementation), **parts)
+    trainer: Any = Noting(build_model(kind, implementation), **parts)
     trainer.read = []
     return trainer  # type: ignore[no-any-return]
 
 
 def train(rank: int, kind: str, implementation: str, placed: bool, changes: dict[str, Any]) -> Run:
-    trainer: Any = make(kind, implementation, **changes)
+    trainer: Any = make_trainer(kind, implementation, **changes)
     if placed:
         assert hf_distca.place_rows(trainer, ranks_per_node=1) is trainer
     trainer.train()
     return Run(losses(trainer), trainer.read, current_session().meter.sent_bytes)
 
 
-# Of `GRPOConfig`: rank 0 gets both groups of long prompts.
+# Arguments of `GRPOConfig`: rank 0 gets both groups of long prompts.
 GROUPS = {"num_generations": 2, "max_completion_length": 8, "shuffle_dataset": False}
 GROUPS |= {"train_sampling_strategy": "random", "per_device_train_batch_size": 4}
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward", "GRPO"])
-def test_batches_are_balanced_as_they_are(rank_pool: RankPools, kind: str) -> None:
+def test_trl_batches_are_balanced_with_the_losses_of_sdpa(rank_pool: RankPools, kind: str) -> None:
     changes = GROUPS if kind == "GRPO" else {}
     plain, ours = (
         rank_pool(RANKS)(train, kind, name, False, changes) for name in ("sdpa", "distca")
@@ -131,18 +129,18 @@ def test_batches_are_balanced_as_they_are(rank_pool: RankPools, kind: str) -> No
     for before, after in zip(plain, ours, strict=True):
         assert after.losses == pytest.approx(before.losses, rel=1e-5, abs=1e-6)
         assert after.read == before.read
-        assert max(after.losses) > 0.01  # GRPO's losses are 0, and its gradients are not
+        assert max(after.losses) > 0.01  # GRPO's losses are 0, but its gradient norms are not
     assert max(run.sent for run in ours) > 0 == max(run.sent for run in plain)
 
 
-def work_of(items: list[int]) -> int:
-    """Causal pairs of some of DPO's pairs, about."""
+def estimate_work(items: list[int]) -> int:
+    """Estimate the causal pairs of some of DPO's items."""
     lengths = [LENGTHS[item - 2] for item in items]
     return sum((prompt + chosen) ** 2 + (prompt + other) ** 2 for prompt, chosen, other in lengths)
 
 
-def steps_of(read: list[list[int]], accumulation: int) -> list[list[int]]:
-    """Items of each step, in order of their numbers."""
+def group_by_step(read: list[list[int]], accumulation: int) -> list[list[int]]:
+    """Return the sorted items of each step."""
     return [
         sorted(item for batch in read[first : first + accumulation] for item in batch)
         for first in range(0, len(read), accumulation)
@@ -173,27 +171,28 @@ DEFAULT = {"DPO", "KTO"}
     "name",
     [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.slow) for each in IN_STEPS],
 )
-def test_placed_items_have_the_loss_of_one_process(rank_pool: RankPools, name: str) -> None:
+def test_placed_items_have_the_losses_of_one_process(rank_pool: RankPools, name: str) -> None:
     kind, changes = IN_STEPS[name]
     alone, read = train_alone(kind, changes)
     ranks = rank_pool(RANKS)(train, kind, "distca", True, changes)
     for run in ranks:
         assert run.losses == pytest.approx(alone, rel=1e-5, abs=1e-6)
     together = [first + second for first, second in zip(*(run.read for run in ranks), strict=True)]
-    # KL is of a micro-batch.
+    # With KTO, items stay in their micro-batch, because the KL term is computed within it.
     within = 1 if name.startswith("KTO, acc") else changes.get("gradient_accumulation_steps", 1)
-    assert steps_of(together, within) == steps_of(read, within)
-    placed = sum(max(work_of(run.read[number]) for run in ranks) for number in range(len(together)))
+    assert group_by_step(together, within) == group_by_step(read, within)
+    placed = sum(
+        max(estimate_work(run.read[number]) for run in ranks) for number in range(len(together))
+    )
     half = len(read[0]) // RANKS
-    given = sum(max(work_of(batch[:half]), work_of(batch[half:])) for batch in read)
+    given = sum(max(estimate_work(batch[:half]), estimate_work(batch[half:])) for batch in read)
     assert placed < 0.8 * given
 
 
 def train_alone(kind: str, changes: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
-    """Train on one process under transformers' own attention: losses, and items of micro-batches
-    of all ranks.
+    """Train one process under sdpa; return losses, and items of all ranks by micro-batch.
 
-    With one item in each batch, losses within a batch are those of that item.
+    If a batch has one item, a loss within a batch is the loss of one item.
     """
     size, steps = (
         changes.get(name, default)
@@ -207,9 +206,9 @@ def train_alone(kind: str, changes: dict[str, Any]) -> tuple[list[float], list[l
         if size == 1
         else {"per_device_train_batch_size": RANKS * size}
     )
-    trainer: Any = make(kind, "sdpa", **changes | more)
-    if kind == "KTO":  # which takes the other answers, for KL, out of the batch of a rank
-        trainer.train_dataset = make(kind, "sdpa", **changes).train_dataset
+    trainer: Any = make_trainer(kind, "sdpa", **changes | more)
+    if kind == "KTO":  # KTO takes the other answers, for KL, from the batch of one rank
+        trainer.train_dataset = make_trainer(kind, "sdpa", **changes).train_dataset
     trainer.train()
     items = [item for batch in trainer.read for item in batch]
     return losses(trainer), [
@@ -250,13 +249,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Call, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_exact_is_refused(name: str) -> None:
+def test_dealing_or_placing_that_cannot_be_exact_is_refused(name: str) -> None:
     kind, changes, call, said = REFUSED[name]
     with pytest.raises(hf_distca.UnsupportedError, match=said):
-        call(make(kind, "distca", **changes))
+        call(make_trainer(kind, "distca", **changes))
 
 
-def test_other_trainers_of_trl_are_refused_by_name() -> None:
+def test_unknown_trainers_of_trl_are_refused_by_name() -> None:
     other = type("OtherTrainer", (Trainer,), {"__module__": "trl.experimental.other"})
     with pytest.raises(
         hf_distca.UnsupportedError,
@@ -266,21 +265,20 @@ def test_other_trainers_of_trl_are_refused_by_name() -> None:
 
 
 def test_rows_that_are_not_tokenized_are_refused() -> None:
-    trainer = make("DPO", "distca")
-    trainer.train_dataset = rows("DPO")
+    trainer = make_trainer("DPO", "distca")
+    trainer.train_dataset = make_rows("DPO")
     with pytest.raises(
         hf_distca.UnsupportedError, match="rows have only these columns: prompt, chosen, rejected"
     ):
         hf_distca.place_rows(trainer)
 
 
-def test_items_are_weighed_as_their_collator_cuts_them() -> None:
-    """Cut to 8 tokens, nearly all weigh the same."""
+def test_items_are_weighed_by_their_truncated_lengths() -> None:
     weighed = []
     for limit in (None, 8):
-        items = ItemRules.read(trainer := make("DPO", "distca", max_length=limit))
+        items = ItemRules.read(trainer := make_trainer("DPO", "distca", max_length=limit))
         assert items is not None
         lengths, numbers = items.find_documents(trainer.train_dataset, quiet=True)
         weighed.append(lengths.max())
         assert numbers.tolist() == [*range(len(trainer.train_dataset))] * 2
-    assert weighed == [101, 8]  # with the token that ends a document
+    assert weighed == [101, 8]  # including the token that ends a document

@@ -21,12 +21,12 @@ from turns import in_turn
 
 Parts = list[tuple[int, int, int]]  # (document, start, end)
 
-# Documents of 1 token, odd lengths, equal and very unequal ones.
+# Documents of 1 token, of odd lengths, and of equal and very unequal lengths.
 LENGTHS = [150, 1, 33, 7, 64, 1, 129]
 
 
-def placements(world: int) -> dict[str, list[Parts]]:
-    """Which parts of which documents lie on which rank."""
+def make_placements(world: int) -> dict[str, list[Parts]]:
+    """Return placements of parts of documents on ranks, by name."""
     whole = [(d, 0, n) for d, n in enumerate(LENGTHS)]
     skewed = [whole[r::world] for r in range(world)]
     if world == 1:
@@ -49,39 +49,40 @@ def placements(world: int) -> dict[str, list[Parts]]:
     }
 
 
-def tokens_of(document: int, length: int) -> torch.Tensor:
+def draw_tokens(document: int, length: int) -> torch.Tensor:
     return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(document + 1))
 
 
-def model_for(key_value_heads: int, implementation: str, dtype: torch.dtype) -> LlamaForCausalLM:
+def build_model(key_value_heads: int, implementation: str, dtype: torch.dtype) -> LlamaForCausalLM:
     sizes = {**SIZES, "num_key_value_heads": key_value_heads}
     config = LlamaConfig(**sizes, attn_implementation=implementation)
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(dtype).train()
 
 
-def summed_loss(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Sum of next-token losses of positions [start, end) of a document; its last position has no
-    target.
+def sum_losses(logits: torch.Tensor, tokens: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Sum the next-token losses of positions [start, end) of a document.
+
+    The last position of a document has no target.
     """
     last = min(end, len(tokens) - 1)
     return cross_entropy(logits[: last - start], tokens[start + 1 : last + 1], reduction="sum")
 
 
 @cache
-def oracle(
+def run_alone(
     documents: tuple[int, ...], key_value_heads: int, dtype: torch.dtype
 ) -> tuple[float, dict, dict]:
-    """Loss, logits per document and gradient per parameter, each document alone.
+    """Return loss, logits by document and gradients by parameter, with each document alone.
 
-    Under sdpa, because eager rounds its softmax to float32.
+    The model runs under sdpa, because eager attention rounds its softmax to float32.
     """
-    model = model_for(key_value_heads, "sdpa", dtype)
+    model = build_model(key_value_heads, "sdpa", dtype)
     total, logits = 0.0, {}
     for document in documents:
-        tokens = tokens_of(document, LENGTHS[document])
+        tokens = draw_tokens(document, LENGTHS[document])
         out = model(input_ids=tokens[None], use_cache=False).logits[0]
-        loss = summed_loss(out, tokens, 0, len(tokens))
+        loss = sum_losses(out, tokens, 0, len(tokens))
         if len(tokens) > 1:
             loss.backward()
         total += float(loss.detach())
@@ -89,18 +90,18 @@ def oracle(
     return total, logits, {name: p.grad for name, p in model.named_parameters()}
 
 
-def balanced(
+def run_balanced(
     rank: int, parts: list[Parts], key_value_heads: int, dtype: torch.dtype, kernel: str
 ) -> tuple:
-    """Loss and gradients summed over ranks, this rank's logits per part, and whether anything was
-    exchanged.
+    """Run one rank; return loss and gradients summed over ranks, this rank's logits by part, and
+    sent bytes.
     """
     hf_distca.configure(settings(kernel=kernel, documents_span_ranks=True))
     session = current_session()
-    model = model_for(key_value_heads, "distca", dtype)
+    model = build_model(key_value_heads, "distca", dtype)
     if parts[rank]:
         batch = {
-            "input_ids": torch.cat([tokens_of(d, LENGTHS[d])[a:b] for d, a, b in parts[rank]])[
+            "input_ids": torch.cat([draw_tokens(d, LENGTHS[d])[a:b] for d, a, b in parts[rank]])[
                 None
             ],
             "position_ids": torch.cat([torch.arange(a, b) for _, a, b in parts[rank]])[None],
@@ -110,13 +111,13 @@ def balanced(
                 tuple(d for d, _, _ in parts[rank]),
             ),
         }
-    else:  # transformers cannot run a batch without tokens, but one of nothing but padding
+    else:  # transformers needs tokens, so the batch is only padding
         padding = torch.zeros(1, 3, dtype=torch.long)
         batch = {"input_ids": padding, "position_ids": padding, "attention_mask": padding}
     out = model(**batch, use_cache=False).logits[0]
     pieces = list(out.split([b - a for _, a, b in parts[rank]])) if parts[rank] else []
     losses = [
-        summed_loss(o, tokens_of(d, LENGTHS[d]), a, b)
+        sum_losses(o, draw_tokens(d, LENGTHS[d]), a, b)
         for o, (d, a, b) in zip(pieces, parts[rank], strict=True)
     ]
     loss = torch.stack([out.sum() * 0, *losses]).sum()
@@ -128,7 +129,7 @@ def balanced(
     return float(total), [piece.detach() for piece in pieces], grads, session.meter.sent_bytes
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+def measure_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
 
 
@@ -141,14 +142,14 @@ def check(
     tolerance: float,
 ) -> None:
     documents = tuple(sorted({d for rank in parts for d, _, _ in rank}))
-    loss, logits, grads = oracle(documents, heads, torch.float64)
-    results = pool(balanced, parts, heads, dtype, kernel)
+    loss, logits, grads = run_alone(documents, heads, torch.float64)
+    results = pool(run_balanced, parts, heads, dtype, kernel)
     for rank, (total, pieces, rank_grads, _) in enumerate(results):
         assert total == pytest.approx(loss, rel=tolerance)
         for piece, (d, a, b) in zip(pieces, parts[rank], strict=True):
-            assert relative(piece, logits[d][a:b]) <= tolerance
+            assert measure_error(piece, logits[d][a:b]) <= tolerance
         for name, grad in rank_grads.items():
-            assert relative(grad, grads[name]) <= tolerance, name
+            assert measure_error(grad, grads[name]) <= tolerance, name
     if pool.world_size > 1:
         assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
 
@@ -156,20 +157,20 @@ def check(
 @pytest.mark.parametrize(
     ("world", "placement"),
     [
-        # Of three ranks, which differ from two and four in their number alone, the slow tests are.
+        # Cases of three ranks add little to those of two and four, so they are slow tests.
         pytest.param(n, name, marks=[pytest.mark.slow] * (n == 3))
         for n in (1, 2, 3, 4)
-        for name in placements(n)
+        for name in make_placements(n)
     ],
 )
-def test_float64(rank_pool: RankPools, world: int, placement: str) -> None:
-    check(rank_pool(world), placements(world)[placement], 2, torch.float64, "reference", 1e-9)
+def test_model_in_float64_equals_sdpa(rank_pool: RankPools, world: int, placement: str) -> None:
+    check(rank_pool(world), make_placements(world)[placement], 2, torch.float64, "reference", 1e-9)
 
 
 @pytest.mark.parametrize(
     ("world", "heads"),
     in_turn([(n, heads) for n in (1, 2, 3, 4) for heads in (1, 2, 4)], 6, [(2, 2)]),
 )
-def test_float32(rank_pool: RankPools, world: int, heads: int) -> None:
-    for parts in placements(world).values():
+def test_model_in_float32_equals_sdpa(rank_pool: RankPools, world: int, heads: int) -> None:
+    for parts in make_placements(world).values():
         check(rank_pool(world), parts, heads, torch.float32, "cpu", 1e-5)

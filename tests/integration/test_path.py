@@ -1,6 +1,4 @@
-"""The path from collator to kernel is the one that docs/architecture.md lists, and a first layer
-takes a bounded number of Python calls.
-"""
+"""The calls from collator to kernel are those in docs/architecture.md, and are bounded."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from test_parity import model_for
+from test_parity import build_model
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
@@ -21,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = str(ROOT / "src" / "hf_distca")
 
 
-def listed() -> list[str]:
+def read_listed_calls() -> list[str]:
     section = (
         (ROOT / "docs" / "architecture.md")
         .read_text()
@@ -31,12 +29,10 @@ def listed() -> list[str]:
     return re.findall(r"^\d+\. `([\w.]+)`$", section, re.MULTILINE)
 
 
-def called(rank: int) -> list[str]:
-    """The functions of the library that run from the collator to the first kernel call, each where
-    it runs last.
-    """
+def trace_calls(rank: int) -> list[str]:
+    """Return the library's functions up to the first kernel call, in order of their last runs."""
     hf_distca.configure(settings())
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     seen: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -53,12 +49,10 @@ def called(rank: int) -> list[str]:
     return [name for place, name in enumerate(seen) if name not in seen[place + 1 :]]
 
 
-def calls_of_first_layers(rank: int) -> list[int]:
-    """The functions of the library that run in the first layer of each of four micro-batches, whose
-    plans move work.
-    """
+def count_calls_of_first_layers(rank: int) -> list[int]:
+    """Count the library's calls in the first layer of four micro-batches whose plans move work."""
     hf_distca.configure(settings())
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     counts = [0]
     inside = False
 
@@ -82,14 +76,14 @@ def calls_of_first_layers(rank: int) -> list[int]:
     return counts[:-1]
 
 
-def test_the_listed_calls_run_in_their_order(rank_pool: RankPools) -> None:
-    names = listed()
+def test_calls_listed_on_the_architecture_page_run_in_that_order(rank_pool: RankPools) -> None:
+    names = read_listed_calls()
     assert len(names) <= 24
-    for seen in rank_pool(2)(called):
+    for seen in rank_pool(2)(trace_calls):
         assert [name for name in seen if name in names] == names
 
 
 def test_python_calls_of_a_first_layer_are_bounded(rank_pool: RankPools) -> None:
-    """The first micro-batch may import, and makes what later ones find."""
-    for _, *later in rank_pool(2)(calls_of_first_layers):
+    """The first micro-batch does not count, because imports and caches are new."""
+    for _, *later in rank_pool(2)(count_calls_of_first_layers):
         assert 400 < min(later) <= max(later) <= 900

@@ -1,6 +1,4 @@
-"""Layers that run as two halves give the numbers of whole layers, and of each document alone under
-sdpa in float64.
-"""
+"""Layers in ping-pong equal whole layers, and each document alone under sdpa in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_parity import LENGTHS, model_for, oracle, relative, summed_loss, tokens_of
+from test_parity import LENGTHS, build_model, draw_tokens, measure_error, run_alone, sum_losses
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -35,7 +33,7 @@ from turns import in_turn
 
 Rows = list[list[int]]  # the documents of each row of a batch
 
-# What lies on each of three ranks: rows of document numbers.
+# Rows of document indices on each of three ranks.
 PLACEMENTS: dict[str, list[Rows]] = {
     "skewed": [[[0, 3]], [[1, 2, 4]], [[5, 6]]],
     "one document each": [[[0]], [[4]], [[3]]],
@@ -45,7 +43,7 @@ PLACEMENTS: dict[str, list[Rows]] = {
 }
 
 
-def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
+def make_batch(rows: Rows) -> dict[str, torch.Tensor]:
     length = max([sum(LENGTHS[d] for d in row) for row in rows] + [3 if not any(rows) else 1])
     ids, positions = torch.zeros(2, len(rows), length, dtype=torch.long)
     mask = torch.zeros(len(rows), length, dtype=torch.long)
@@ -54,7 +52,7 @@ def batch_of(rows: Rows) -> dict[str, torch.Tensor]:
         for d in row:
             end = at + LENGTHS[d]
             ids[place, at:end], positions[place, at:end] = (
-                tokens_of(d, LENGTHS[d]),
+                draw_tokens(d, LENGTHS[d]),
                 torch.arange(LENGTHS[d]),
             )
             mask[place, at:end] = 1
@@ -67,7 +65,7 @@ def configure(**settings: Any) -> None:
     hf_distca.configure(tiny_runs.settings(**{"ping_pong": True, **settings}))
 
 
-def step(
+def run_step(
     rank: int,
     placement: str,
     reentrant: bool | None,
@@ -75,18 +73,19 @@ def step(
     around: bool | None = None,
     settings: dict[str, Any] | None = None,
 ) -> tuple[Any, ...]:
-    """Loss and gradients summed over ranks, logits of this rank's documents, and counts; in
-    float64.
+    """Train one step in float64; return loss and gradients summed over ranks, this rank's logits by
+    document, counts and sent bytes.
 
-    Of layers, or `around` the whole model, a checkpoint is reentrant or not, or is not there.
+    `reentrant` is for checkpoints of layers, and `around` for a checkpoint of the whole model; None
+    is for no checkpoint.
     """
     configure(kernel="reference", **settings or {})
     rows = PLACEMENTS[placement][rank]
-    model = model_for(2, "distca", torch.float64)
+    model = build_model(2, "distca", torch.float64)
     if reentrant is not None:
         checkpoint_layers(model, use_reentrant=reentrant)
         model.enable_input_require_grads()
-    batch = batch_of(rows)
+    batch = make_batch(rows)
     if around is None:
         logits = model(**batch, use_cache=use_cache).logits
     else:
@@ -99,7 +98,7 @@ def step(
         at = 0
         for d in row:
             pieces[d] = logits[place, at : at + LENGTHS[d]]
-            losses.append(summed_loss(pieces[d], tokens_of(d, LENGTHS[d]), 0, LENGTHS[d]))
+            losses.append(sum_losses(pieces[d], draw_tokens(d, LENGTHS[d]), 0, LENGTHS[d]))
             at += LENGTHS[d]
     loss = torch.stack(losses).sum()
     loss.backward()
@@ -123,29 +122,29 @@ def step(
     ("reentrant", "use_cache"),
     in_turn([(None, False), (None, True), (True, False), (False, False)], 3, [(False, False)]),
 )
-def test_halves_are_exact(
+def test_training_in_ping_pong_equals_documents_alone(
     rank_pool: RankPools, placement: str, reentrant: bool | None, use_cache: bool
 ) -> None:
     documents = tuple(sorted(d for rows in PLACEMENTS[placement] for row in rows for d in row))
-    results = rank_pool(3)(step, placement, reentrant, use_cache)
+    results = rank_pool(3)(run_step, placement, reentrant, use_cache)
     check_exact(results, documents)
     assert sum(sent for *_, sent in results) > 0, "nothing was exchanged, so nothing was tested"
     counts = [counts for *_, counts, _ in results]
     assert counts[0][1:] == counts[1][1:] == counts[2][1:]
-    # Per layer, two halves; each with a dispatch and a return forward and backward, recomputed or
-    # not.
+    # In each layer, two halves have a dispatch and a return forward and backward, with or without a
+    # recompute.
     assert counts[0][1:3] == [2 * 2 * 2, 2 * 2 * 2]
 
 
 def check_exact(results: list[tuple[Any, ...]], documents: tuple[int, ...]) -> None:
-    """What `step` found on all ranks is that of each document alone."""
-    loss, logits, grads = oracle(documents, 2, torch.float64)
+    """Compare the results of `run_step` on all ranks with each document alone."""
+    loss, logits, grads = run_alone(documents, 2, torch.float64)
     for total, pieces, rank_grads, *_ in results:
         assert total == pytest.approx(loss, rel=1e-9)
         for d, piece in pieces.items():
-            assert relative(piece, logits[d]) <= 1e-9
+            assert measure_error(piece, logits[d]) <= 1e-9
         for name, grad in rank_grads.items():
-            assert relative(grad, grads[name]) <= 1e-9, name
+            assert measure_error(grad, grads[name]) <= 1e-9, name
 
 
 @pytest.mark.parametrize(
@@ -160,14 +159,12 @@ def check_exact(results: list[tuple[Any, ...]], documents: tuple[int, ...]) -> N
         [(False, False, False), (None, True, True)],
     ),
 )
-def test_a_checkpoint_may_be_around_the_whole_model(
+def test_checkpoint_around_the_whole_model_is_exact(
     rank_pool: RankPools, ping_pong: bool, layers: bool | None, around: bool
 ) -> None:
-    """Exact; and unless it is reentrant, the mask that the recompute makes is that of the forward:
-    nothing is repeated.
-    """
+    """Unless the checkpoint is reentrant, the recompute reuses the mask and repeats nothing."""
     plain, results = (
-        rank_pool(3)(step, "skewed", *where, {"ping_pong": ping_pong})
+        rank_pool(3)(run_step, "skewed", *where, {"ping_pong": ping_pong})
         for where in ((None, False, None), (layers, False, around))
     )
     check_exact(results, tuple(range(7)))
@@ -176,27 +173,25 @@ def test_a_checkpoint_may_be_around_the_whole_model(
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_transient_bound_changes_exchanges_not_numbers(
+def test_max_transient_bytes_changes_exchanges_but_not_results(
     rank_pool: RankPools, ping_pong: bool
 ) -> None:
     bounded, settings = [], {"ping_pong": ping_pong, "max_transient_bytes": 60_000}
     for reentrant in (None, False):
-        results = rank_pool(3)(step, "skewed", reentrant, False, None, settings)
+        results = rank_pool(3)(run_step, "skewed", reentrant, False, None, settings)
         check_exact(results, tuple(range(7)))
         bounded += [counts[1:] for *_, counts, _ in results]
     assert all(counts[:2] == bounded[0][:2] for counts in bounded), (
-        "exchanges are as many on every rank"
+        "every rank has the same number of exchanges"
     )
-    assert bounded[:3] == bounded[3:], "nothing is repeated"
+    assert bounded[:3] == bounded[3:], "the recompute repeats nothing"
     assert bounded[0][0] > 0, "nothing was exchanged, so nothing was tested"
 
 
-def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, ...]:
-    """A step with everything that looks into layers from outside: hooks and collected hidden
-    states.
-    """
+def run_step_with_hooks(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, ...]:
+    """Train one step with hooks on a layer and collected hidden states."""
     configure(ping_pong=ping_pong, balance=balance)
-    model = model_for(2, "distca", torch.float64)
+    model = build_model(2, "distca", torch.float64)
     layer_calls, projected = [], []
     model.model.layers[0].register_forward_hook(
         lambda _, args, out: layer_calls.append(out.shape[1])
@@ -205,7 +200,7 @@ def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, .
         lambda _, args, out: projected.append(out.shape[1])
     )
     with torch.autocast("cpu", enabled=False):
-        out = model(**batch_of(PLACEMENTS["skewed"][rank]), output_hidden_states=True)
+        out = model(**make_batch(PLACEMENTS["skewed"][rank]), output_hidden_states=True)
     (out.logits.square().mean() + out.hidden_states[1].sum()).backward()
     hidden = [state.detach() for state in out.hidden_states]
     return (
@@ -217,50 +212,50 @@ def whole_step(rank: int, ping_pong: bool, balance: bool = True) -> tuple[Any, .
     )
 
 
-def test_whoever_looks_into_a_layer_sees_one_call(rank_pool: RankPools) -> None:
+def test_layer_hooks_and_hidden_states_see_one_call_per_layer(rank_pool: RankPools) -> None:
     pool = rank_pool(3)
     for (hidden, grads, layer_calls, projected, _), plain in zip(
-        pool(whole_step, True), pool(whole_step, False), strict=True
+        pool(run_step_with_hooks, True), pool(run_step_with_hooks, False), strict=True
     ):
         assert len(hidden) == len(plain[0])
         for one, other in zip(
             (*hidden, *grads.values()), (*plain[0], *plain[1].values()), strict=True
         ):
-            assert relative(one, other.double()) <= 1e-9
+            assert measure_error(one, other.double()) <= 1e-9
         assert layer_calls == plain[2]
         assert len(projected) == 2
         assert sum(projected) == plain[3][0]
 
 
-def test_layers_stay_whole_where_nothing_is_exchanged(rank_pool: RankPools) -> None:
-    results = rank_pool(3)(whole_step, True, False)
-    # The first layer finds out, in two calls; the second one runs whole.
+def test_layers_stay_whole_if_nothing_is_exchanged(rank_pool: RankPools) -> None:
+    results = rank_pool(3)(run_step_with_hooks, True, False)
+    # The first layer runs as two halves, and the second layer runs whole.
     assert all(calls == 3 for *_, calls in results)
 
 
-def generated(rank: int, ping_pong: bool) -> list[int]:
-    """Tokens that a model in training mode generates, together with the other ranks."""
+def generate_tokens(rank: int, ping_pong: bool) -> list[int]:
+    """Generate tokens with a model in training mode, together with the other ranks."""
     configure(ping_pong=ping_pong)
-    model = model_for(2, "distca", torch.float64)
-    prompt = tokens_of(0, LENGTHS[0])[None]
+    model = build_model(2, "distca", torch.float64)
+    prompt = draw_tokens(0, LENGTHS[0])[None]
     return model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False
     )[0].tolist()
 
 
-def test_generating_in_training_mode_fills_its_cache(rank_pool: RankPools) -> None:
-    assert rank_pool(3)(generated, True) == rank_pool(3)(generated, False)
+def test_generation_in_training_mode_is_the_same_in_ping_pong(rank_pool: RankPools) -> None:
+    assert rank_pool(3)(generate_tokens, True) == rank_pool(3)(generate_tokens, False)
 
 
-def prefix_tuned(
+def train_with_prefix(
     rank: int, family: str, ping_pong: bool, several_rows: bool
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Logits of a prefix and of what reads it from a cache, and gradients through both."""
+    """Run a prefix, then tokens that read the prefix from a cache; return logits and gradients."""
     configure(ping_pong=ping_pong)
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**tiny_runs.SIZES, head_dim=16, sliding_window=24)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca").double().train()
-    ids = torch.stack([tokens_of(row + rank, 60) % 61 for row in range(3 if several_rows else 1)])
+    ids = torch.stack([draw_tokens(row + rank, 60) % 61 for row in range(3 if several_rows else 1)])
     head = model(input_ids=ids[:, :40], use_cache=True)
     tail = model(input_ids=ids[:, 40:], past_key_values=head.past_key_values, use_cache=True)
     logits = torch.cat([head.logits, tail.logits], 1)
@@ -271,25 +266,24 @@ def prefix_tuned(
 @pytest.mark.parametrize(
     ("family", "several_rows"), [("llama", False), ("llama", True), ("mistral", False)]
 )
-def test_training_through_a_cached_prefix(
+def test_training_through_a_cached_prefix_is_the_same_in_ping_pong(
     rank_pool: RankPools, family: str, several_rows: bool
 ) -> None:
     """Nano-batches fill the cache that a later call reads."""
     found, whole = (
-        rank_pool(3)(prefix_tuned, family, ping_pong, several_rows) for ping_pong in (True, False)
+        rank_pool(3)(train_with_prefix, family, ping_pong, several_rows)
+        for ping_pong in (True, False)
     )
     torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-12)
 
 
-def checkpointed_attention(
+def train_with_checkpoints(
     rank: int, placement: str, reentrant: bool | None, ping_pong: bool, part: str
 ) -> tuple[Any, ...]:
-    """`step` with a part of each layer checkpointed by itself; its counts, and how often the part
-    ran forward.
-    """
+    """Train with a checkpoint around a part of each layer; return results, counts and runs."""
     configure(kernel="reference", ping_pong=ping_pong)
     rows = PLACEMENTS[placement][rank]
-    model = model_for(2, "distca", torch.float64)
+    model = build_model(2, "distca", torch.float64)
     runs: list[int] = []
     for layer in model.model.layers:
         inner = getattr(layer, part)
@@ -297,7 +291,7 @@ def checkpointed_attention(
         if reentrant is not None:
             kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
             setattr(layer, part, checkpoint_wrapper(inner, kind))
-    logits = model(**batch_of(rows), use_cache=False).logits
+    logits = model(**make_batch(rows), use_cache=False).logits
     logits.square().sum().backward()
     grads = {
         name.replace("_checkpoint_wrapped_module.", ""): p.grad
@@ -316,32 +310,32 @@ def checkpointed_attention(
 @pytest.mark.parametrize(
     ("part", "reentrant"), in_turn(product(["self_attn", "mlp"], [True, False]), 2)
 )
-def test_parts_of_layers_may_be_checkpointed(
+def test_checkpoints_around_parts_of_layers_repeat_no_exchange(
     rank_pool: RankPools, part: str, placement: str, reentrant: bool
 ) -> None:
-    """Exact, with no second attention and no second exchange; layers whose attention is
-    checkpointed alone are left whole.
-    """
+    """A layer stays whole if only its attention is checkpointed."""
     pool = rank_pool(3)
-    plain = pool(checkpointed_attention, placement, None, part == "mlp", part)
-    found = pool(checkpointed_attention, placement, reentrant, True, part)
+    plain = pool(train_with_checkpoints, placement, None, part == "mlp", part)
+    found = pool(train_with_checkpoints, placement, reentrant, True, part)
     for (logits, grads, counts, runs), (plain_logits, plain_grads, plain_counts, plain_runs) in zip(
         found, plain, strict=True
     ):
-        assert relative(logits, plain_logits) <= 1e-9
+        assert measure_error(logits, plain_logits) <= 1e-9
         for name, grad in grads.items():
-            assert relative(grad, plain_grads[name]) <= 1e-9, name
+            assert measure_error(grad, plain_grads[name]) <= 1e-9, name
         assert counts[1:] == plain_counts[1:]
         assert runs == 2 * plain_runs, "nothing was recomputed, so nothing was tested"
     assert found[0][2][1] == (2 if part == "mlp" else 1) * 2 * 2
 
 
-def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
-    """Bytes of what a forward saves for backward, parameters apart, where rank 0 has one document
-    and the others eight; calls.
+def measure_saved_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
+    """Return the bytes that a forward saves for backward, without parameters, and calls of
+    attention.
+
+    Rank 0 has one document, and each other rank has eight.
     """
     configure(ping_pong=ping_pong)
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     batch = tiny_runs.pack(*([192] if rank == 0 else [24] * 8))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
@@ -360,8 +354,8 @@ def kept_bytes(rank: int, ping_pong: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_what_is_kept_is_as_balanced_as_tokens(rank_pool: RankPools, ping_pong: bool) -> None:
-    kept, calls = zip(*rank_pool(3)(kept_bytes, ping_pong), strict=True)
+def test_saved_bytes_are_as_balanced_as_tokens(rank_pool: RankPools, ping_pong: bool) -> None:
+    kept, calls = zip(*rank_pool(3)(measure_saved_bytes, ping_pong), strict=True)
     assert calls == ((4, 4, 4) if ping_pong else (2, 2, 2))
     assert max(kept) * len(kept) / sum(kept) <= 1.02, kept
 
@@ -380,13 +374,11 @@ class Broken(torch.nn.Module):
         return self.inner(hidden)
 
 
-def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]:
-    """A step in which the second half fails on all ranks; the logits of a step after it, and of one
-    without.
-    """
+def run_failing_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]:
+    """Run a step whose second half fails; return its traceback, and logits of two later steps."""
     configure()
-    model = model_for(2, "distca", torch.float64)
-    batch = batch_of(PLACEMENTS["skewed"][rank])
+    model = build_model(2, "distca", torch.float64)
+    batch = make_batch(PLACEMENTS["skewed"][rank])
     attention = model.model.layers[1].self_attn
     whole, attention.o_proj = attention.o_proj, Broken(attention.o_proj)
     names: list[str] = []
@@ -405,36 +397,38 @@ def broken_step(rank: int) -> tuple[list[str], bool, torch.Tensor, torch.Tensor]
 
 
 def test_an_error_in_one_half_ends_both_and_keeps_its_traceback(rank_pool: RankPools) -> None:
-    for names, grad_enabled, after, plain in rank_pool(3)(broken_step):
+    for names, grad_enabled, after, plain in rank_pool(3)(run_failing_step):
         assert names[-1] == "forward"
         assert "run_nano_batches" in names
         assert grad_enabled
-        assert relative(after, plain) <= 1e-9
+        assert measure_error(after, plain) <= 1e-9
 
 
-def sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, int]:
-    """Logits and calls of core attention where a part of each layer is an FSDP unit of its own."""
+def train_sharded_parts(rank: int, part: str, ping_pong: bool) -> tuple[torch.Tensor, int]:
+    """Train with a part of each layer as a separate FSDP unit; return logits and calls of
+    attention.
+    """
     configure(ping_pong=ping_pong)
-    model = model_for(2, "distca", torch.float32)
+    model = build_model(2, "distca", torch.float32)
     for layer in model.model.layers:
         fully_shard(getattr(layer, part))
         fully_shard(layer)
     fully_shard(model)
-    logits = model(**batch_of(PLACEMENTS["skewed"][rank]), use_cache=False).logits
+    logits = model(**make_batch(PLACEMENTS["skewed"][rank]), use_cache=False).logits
     logits.square().mean().backward()
     return logits.detach(), current_session().meter.calls
 
 
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
-def test_attention_sharded_by_itself_keeps_its_layer_whole(rank_pool: RankPools, part: str) -> None:
-    found = (rank_pool(3)(sharded_parts, part, cut) for cut in (True, False))
+def test_layer_whose_attention_is_an_fsdp_unit_stays_whole(rank_pool: RankPools, part: str) -> None:
+    found = (rank_pool(3)(train_sharded_parts, part, cut) for cut in (True, False))
     for (got, calls), (want, whole) in zip(*found, strict=True):
-        assert relative(got, want.double()) <= 1e-6
+        assert measure_error(got, want.double()) <= 1e-6
         assert calls == (whole if part == "self_attn" else 2 * whole)
 
 
-def test_copies_and_pickles_keep_the_models_class() -> None:
-    model = model_for(2, "distca", torch.float32)
+def test_copies_of_a_model_with_cut_layers_have_its_original_classes() -> None:
+    model = build_model(2, "distca", torch.float32)
     original = type(model.model.layers[0])
     nano_batch_layers.cut_layers(model.model)
     cut = type(model.model.layers[0])
@@ -448,8 +442,8 @@ def test_copies_and_pickles_keep_the_models_class() -> None:
         assert twin.state_dict().keys() == model.state_dict().keys()
 
 
-def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_for(2, "distca", torch.float32)
+def test_unproven_model_family_stays_whole_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = build_model(2, "distca", torch.float32)
     model.model.config.model_type = "somebodys-own"
     before = type(model.model.layers[0])
     nano_batch_layers.cut_layers(model.model)
@@ -458,7 +452,7 @@ def test_a_model_that_is_not_proven_is_left_whole(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> None:
+def test_outputs_of_two_halves_are_joined_by_rows_or_tokens_or_refused(rows: int) -> None:
     local = TokenBatch(rows, 6, packed=PackedDocuments((6,) * rows)).read_documents()
     halves = NanoBatches.cut_batch((rows, 6), local, tile=1)
     whole = torch.randn(rows, 6, 5)
@@ -467,7 +461,7 @@ def test_outputs_are_joined_by_rows_or_tokens_and_others_refused(rows: int) -> N
     assert torch.equal(joined, whole)
     assert torch.equal(inner, whole[..., 0])
     assert nothing is None
-    # (tokens, 1), as router logits may be.
+    # Router logits may have the shape (tokens, 1).
     tokens = [half[0].flatten(0, 1)[:, :1] for half in (first, second)]
     scalars = torch.tensor(1.0), torch.tensor(2.0)
     for pair in (tokens, scalars, (first[0], None), (first[0], [second[0]]), (whole, whole)):

@@ -1,4 +1,4 @@
-"""`hf_distca.place_rows`: the rows of each optimizer step in another order, and nothing else."""
+"""`hf_distca.place_rows` changes the order of rows within an optimizer step, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hf_distca.integration.training import place_rows
 from ranks import RankPools
 from tiny_runs import SIZES, documents, exact_arguments, settings, tiny_llama
 
-# Documents of rows of equal length: heavy and light ones, so that some order makes them even.
+# Documents of rows of equal length: heavy and light rows, which some order evens out.
 ROW = 48
 KINDS = ((48,), (30, 10, 8), (24, 24), (8,) * 6, (40, 8), (12,) * 4, (6,) * 8)
 
 
-def rows(count: int) -> Dataset:
-    """Packed rows; the first token of each is its number."""
+def make_rows(count: int) -> Dataset:
+    """Make packed rows; the first token of a row is its index."""
     kinds = np.random.default_rng(3).integers(0, len(KINDS), count).tolist()
     ids = documents(*[ROW] * count, seed=1)
     return Dataset.from_dict(
@@ -40,7 +40,7 @@ def rows(count: int) -> Dataset:
 
 
 class Watched(Trainer):
-    """Notes of each micro-batch its step, its rows and the sum of its losses."""
+    """Records the step, the rows and the summed loss of each micro-batch."""
 
     seen: list[tuple[int, tuple[int, ...], float]]
 
@@ -53,14 +53,14 @@ class Watched(Trainer):
         return loss
 
 
-def make(count: int, **changes: Any) -> Watched:
+def make_trainer(count: int, **changes: Any) -> Watched:
     disable_progress_bars()
     hf_distca.configure(settings(cost_model="analytic"))
     rates = {"learning_rate": 1e-2, "adam_epsilon": 1e-2}
     trainer = Watched(
         tiny_llama("distca").double(),
         exact_arguments(**{"ddp_find_unused_parameters": False, **rates, **changes}),
-        train_dataset=rows(count),
+        train_dataset=make_rows(count),
         data_collator=hf_distca.PackingCollator(),
     )
     trainer.seen = []
@@ -73,18 +73,16 @@ Seen = list[tuple[int, tuple[int, ...], float]]
 def train(
     rank: int, per_node: int | None, count: int, resume: str | None, changes: dict[str, Any]
 ) -> Seen:
-    """Train on one rank, and tell which rows it saw; they are placed on nodes of so many ranks, or
-    not.
-    """
-    trainer = make(count, **changes)
+    """Train on one rank, with rows placed on nodes of `per_node` ranks; return the rows read."""
+    trainer = make_trainer(count, **changes)
     if per_node is not None:
         assert hf_distca.place_rows(trainer, ranks_per_node=per_node) is trainer
     trainer.train(resume_from_checkpoint=resume)
     return trainer.seen
 
 
-def steps(seen: list[Seen]) -> dict[int, tuple[list[int], float]]:
-    """Rows of all ranks in each step, and the sum of their losses."""
+def group_by_step(seen: list[Seen]) -> dict[int, tuple[list[int], float]]:
+    """Return rows and summed losses of all ranks by step."""
     numbers = sorted({step for rank in seen for step, _, _ in rank})
     every = [micro_batch for rank in seen for micro_batch in rank]
     return {
@@ -96,23 +94,25 @@ def steps(seen: list[Seen]) -> dict[int, tuple[list[int], float]]:
     }
 
 
-def waits(seen: list[Seen], per_node: int) -> int:
-    """Causal pairs of the busiest node, over all micro-batches."""
+def count_waits(seen: list[Seen], per_node: int) -> int:
+    """Sum the causal pairs of the busiest node over all micro-batches."""
     pairs = [
         sum(length * length for length in lengths)
-        for lengths in rows(1 + most(seen))["seq_lengths"]
+        for lengths in make_rows(1 + find_last_row(seen))["seq_lengths"]
     ]
     of_ranks = np.array([[sum(pairs[row] for row in read) for _, read, _ in rank] for rank in seen])
     return int(of_ranks.reshape(-1, per_node, of_ranks.shape[1]).sum(axis=1).max(axis=0).sum())
 
 
-def most(seen: list[Seen]) -> int:
+def find_last_row(seen: list[Seen]) -> int:
     return max(row for rank in seen for _, read, _ in rank for row in read)
 
 
-def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **changes: Any) -> None:
+def check_placement(
+    pool: Callable[..., list[Seen]], per_node: int, count: int, **changes: Any
+) -> None:
     given, placed = (pool(each, count, None, changes) for each in (None, per_node))
-    before, after = steps(given), steps(placed)
+    before, after = group_by_step(given), group_by_step(placed)
     assert [read for read, _ in after.values()] == [read for read, _ in before.values()]
     assert [loss for _, loss in after.values()] == pytest.approx(
         [loss for _, loss in before.values()], rel=1e-6
@@ -121,7 +121,7 @@ def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **change
         [len(read) for _, read, _ in rank] for rank in given
     ]
     if len(given) > per_node:
-        assert waits(placed, per_node) < waits(given, per_node)
+        assert count_waits(placed, per_node) < count_waits(given, per_node)
     else:
         assert placed == given
 
@@ -129,13 +129,13 @@ def compare(pool: Callable[..., list[Seen]], per_node: int, count: int, **change
 ACCUMULATED = {"gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
 
-def test_an_epoch_in_another_order(rank_pool: RankPools) -> None:
-    """Seven rows of two epochs, on two ranks: the last step is short, and filled up."""
-    compare(partial(rank_pool(2), train), 1, 7, **ACCUMULATED)
+def test_placed_rows_stay_in_their_optimizer_step_on_two_ranks(rank_pool: RankPools) -> None:
+    """Two ranks read seven rows in two epochs; the last step is short, and is filled up."""
+    check_placement(partial(rank_pool(2), train), 1, 7, **ACCUMULATED)
 
 
-def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None:
-    compare(lambda *given: [train(0, *given)], 1, 7, **ACCUMULATED)
+def test_rows_on_a_single_node_stay_in_order(capfd: pytest.CaptureFixture[str]) -> None:
+    check_placement(lambda *given: [train(0, *given)], 1, 7, **ACCUMULATED)
     assert "distca leaves rows in their order: there is one node" in capfd.readouterr().err
 
 
@@ -152,12 +152,14 @@ def test_a_rank_alone_keeps_its_order(capfd: pytest.CaptureFixture[str]) -> None
     ],
     ids=["accumulation", "batches", "split batches", "drop last", "in order", "generator"],
 )
-def test_four_ranks_on_two_nodes(rank_pool: RankPools, changes: dict[str, Any]) -> None:
-    compare(partial(rank_pool(4), train), 2, 27, **changes)
+def test_placed_rows_stay_in_their_optimizer_step_on_two_nodes(
+    rank_pool: RankPools, changes: dict[str, Any]
+) -> None:
+    check_placement(partial(rank_pool(4), train), 2, 27, **changes)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_where_it_was(rank_pool: RankPools, tmp_path: Any) -> None:
+def test_resumed_run_reads_the_rows_of_the_whole_run(rank_pool: RankPools, tmp_path: Any) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}
     changes = ACCUMULATED | saving
     pool = partial(rank_pool(4), train)
@@ -167,14 +169,16 @@ def test_a_resumed_run_goes_on_where_it_was(rank_pool: RankPools, tmp_path: Any)
 
 
 def read_in_loop(rank: int, per_node: int | None, split: bool) -> list[list[list[int]]]:
-    """Rows that a loop of its own reads, by epoch and micro-batch."""
+    """Read rows in a loop without a Trainer, by epoch and micro-batch."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     data = DataLoaderConfiguration(split_batches=split, use_seedable_sampler=True, data_seed=5)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=data)
     size = 2 * accelerator.num_processes if split else 2
     loader = accelerator.prepare(
-        DataLoader(rows(13), batch_size=size, shuffle=True, collate_fn=hf_distca.PackingCollator())
+        DataLoader(
+            make_rows(13), batch_size=size, shuffle=True, collate_fn=hf_distca.PackingCollator()
+        )
     )
     if per_node is not None:
         assert hf_distca.place_rows(loader, tiny_llama("distca"), ranks_per_node=per_node) is loader
@@ -187,7 +191,7 @@ def read_in_loop(rank: int, per_node: int | None, split: bool) -> list[list[list
 
 
 @pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_loops_of_ones_own(rank_pool: RankPools, split: bool) -> None:
+def test_rows_of_a_placed_loader_keep_their_steps(rank_pool: RankPools, split: bool) -> None:
     given, placed = (rank_pool(2)(read_in_loop, per_node, split) for per_node in (None, 1))
     assert placed != given
     for epoch in range(2):
@@ -208,23 +212,23 @@ def _no_accumulation_of_other_tests() -> None:
     GradientState._reset_state()
 
 
-def loader_of(rank: int, count: int = 24, ranks: int = 4, **given: Any) -> DataLoaderShard:
-    """A loader as accelerate makes it on one of several processes."""
-    # accelerate fills up batches of one size alone.
+def make_loader(rank: int, count: int = 24, ranks: int = 4, **given: Any) -> DataLoaderShard:
+    """Make the loader of accelerate for one of several processes."""
+    # accelerate evens out only batches of one size.
     even = "batches" not in given
     batches = given.pop("batches", BatchSampler(SequentialSampler(range(count)), 1, False))
     sampler = BatchSamplerShard(batches, ranks, rank, even_batches=even)
-    return DataLoaderShard(given.pop("dataset", rows(count)), batch_sampler=sampler)
+    return DataLoaderShard(given.pop("dataset", make_rows(count)), batch_sampler=sampler)
 
 
-def order_of(loader: DataLoaderShard) -> list[int]:
+def read_rows(loader: DataLoaderShard) -> list[int]:
     return [row for batch in loader.batch_sampler for row in batch]
 
 
-def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixture[str]) -> None:
-    """With a window of 8 keys, long documents are no heavier than short ones, and rows are about
-    equal.
-    """
+def test_rows_are_weighed_by_the_model_or_by_squares(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """With a window of 8 keys, long documents are no heavier than short documents."""
     said = {}
     for name, model in (
         ("squares", None),
@@ -232,7 +236,7 @@ def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixtur
         ("window", MistralConfig(**SIZES, sliding_window=8)),
     ):
         hf_distca.configure(settings(tile=1))
-        hf_distca.place_rows(loader_of(0), model, accumulation=3, ranks_per_node=2)
+        hf_distca.place_rows(make_loader(0), model, accumulation=3, ranks_per_node=2)
         (line,) = (line for line in capfd.readouterr().err.splitlines() if "places" in line)
         assert line.startswith(
             "distca places the 12 rows of each step on 2 nodes of 2 in 3 micro-batches. Attention"
@@ -243,35 +247,35 @@ def test_rows_are_weighed_by_the_model_or_by_squares(capfd: pytest.CaptureFixtur
     assert said["window"] < 1.1
 
 
-def test_ranks_of_one_attention_group_are_a_node() -> None:
-    """Groups of 2 ranks in nodes of 4 share no work: each is evened by itself."""
+def test_attention_groups_inside_a_node_are_placed_like_nodes() -> None:
+    """Groups of 2 ranks on a node of 4 share no work, so each group counts as a node."""
     orders = []
     for settings_, per_node in (({"group_size": 2}, 4), ({}, 2)):
         hf_distca.configure(settings(**settings_))
-        loaders = [loader_of(rank, ranks=8) for rank in range(8)]
+        loaders = [make_loader(rank, ranks=8) for rank in range(8)]
         orders.append(
-            [order_of(hf_distca.place_rows(loader, ranks_per_node=per_node)) for loader in loaders]
+            [read_rows(hf_distca.place_rows(loader, ranks_per_node=per_node)) for loader in loaders]
         )
     assert orders[0] == orders[1]
     assert sorted(row for rank in orders[0] for row in rank) == list(range(24))
 
 
-def dealt() -> Any:
+def deal_rows() -> Any:
     return hf_distca.document_shares(
-        rows(24).select_columns("input_ids"), 16, model=tiny_llama("distca"), ranks=4
+        make_rows(24).select_columns("input_ids"), 16, model=tiny_llama("distca"), ranks=4
     )
 
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "expected"),
     [
-        ((7, 7, 7, 7, 3, 3), 6, "3 nodes of 2"),  # of unequal size
+        ((7, 7, 7, 7, 3, 3), 6, "3 nodes of 2"),  # nodes of unequal size
         # Two tensor-parallel ranks read the same rows.
         ((7, 7, 7, 7, 3, 3, 3, 3), 4, "2 nodes of 2"),
-        ((7, 3, 7, 3), 4, "4 nodes of 1"),  # ranks in turns
+        ((7, 3, 7, 3), 4, "4 nodes of 1"),  # ranks on two nodes in turn
     ],
 )
-def test_nodes_are_found(
+def test_nodes_are_found_by_the_host_of_each_rank(
     nodes: tuple[int, ...],
     ranks: int,
     expected: str,
@@ -282,35 +286,35 @@ def test_nodes_are_found(
     monkeypatch.setattr(
         place_rows, "gather_object", lambda said: [(node, said[0][1]) for node in nodes]
     )
-    hf_distca.place_rows(loader_of(0, ranks=ranks))
+    hf_distca.place_rows(make_loader(0, ranks=ranks))
     assert f"on {expected} in 1 micro-batch." in capfd.readouterr().err
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "stream": (
-        lambda: DataLoader(rows(4).to_iterable_dataset()),
+        lambda: DataLoader(make_rows(4).to_iterable_dataset()),
         "IterableDataset has no length",
     ),
     "no loader": (lambda: None, "NoneType has no length"),
-    "dealt": (lambda: loader_of(0, dataset=dealt()), "documents of this data set are dealt"),
-    "batches": (lambda: loader_of(0, batches=[[0, 1], [2]]), "list chooses its own batch sizes"),
+    "dealt": (lambda: make_loader(0, dataset=deal_rows()), "documents of this data set are dealt"),
+    "batches": (lambda: make_loader(0, batches=[[0, 1], [2]]), "list chooses its own batch sizes"),
     "dispatched": (
-        lambda: DataLoaderDispatcher(rows(4)),
+        lambda: DataLoaderDispatcher(make_rows(4)),
         "rank 0 would read the batches of all ranks",
     ),
-    "nodes": (lambda: loader_of(0, ranks=3), "ranks_per_node=2 must divide the 3 ranks"),
+    "nodes": (lambda: make_loader(0, ranks=3), "ranks_per_node=2 must divide the 3 ranks"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_loaders_that_cannot_be_placed(name: str) -> None:
+def test_loaders_whose_rows_cannot_be_placed_are_refused(name: str) -> None:
     given, said = REFUSED[name]
     with pytest.raises(hf_distca.DistCAError, match=said):
         hf_distca.place_rows(given(), ranks_per_node=2)
 
 
-def test_trainers_that_cannot_be_placed() -> None:
-    trainer = make(4)
+def test_place_rows_on_a_trainer_refuses_arguments_and_a_second_call() -> None:
+    trainer = make_trainer(4)
     with pytest.raises(hf_distca.ConfigError, match="accumulation=2 and model=NoneType are given"):
         hf_distca.place_rows(trainer, accumulation=2)
     hf_distca.place_rows(trainer)
@@ -318,25 +322,25 @@ def test_trainers_that_cannot_be_placed() -> None:
         hf_distca.place_rows(trainer)
 
 
-def refused_on_ranks(rank: int) -> list[str]:
-    """Errors of rows that ranks do not agree on, of loaders that read for one rank alone, and of
-    other rows.
+def catch_refusals(rank: int) -> list[str]:
+    """Return the errors for rows that differ between ranks, a loader for one rank, and changed
+    rows.
     """
     said = []
     PartialState(cpu=True)
     for count in (8 + rank, 8):
         with pytest.raises(hf_distca.DistCAError) as error:
-            hf_distca.place_rows(DataLoader(rows(count)), ranks_per_node=1)
+            hf_distca.place_rows(DataLoader(make_rows(count)), ranks_per_node=1)
         said.append(str(error.value))
-    trainer = make(8)
-    hf_distca.place_rows(trainer, ranks_per_node=1).train_dataset = rows(6)
+    trainer = make_trainer(8)
+    hf_distca.place_rows(trainer, ranks_per_node=1).train_dataset = make_rows(6)
     with pytest.raises(hf_distca.DistCAError) as error:
         trainer.get_train_dataloader()
     return [*said, str(error.value)]
 
 
-def test_ranks_compare_what_they_read(rank_pool: RankPools) -> None:
-    for said in rank_pool(2)(refused_on_ranks):
+def test_rows_that_differ_between_ranks_or_change_later_are_refused(rank_pool: RankPools) -> None:
+    for said in rank_pool(2)(catch_refusals):
         assert said[0].startswith(
             "ranks 0 and 1 weigh rows differently: place_rows needs the same data set"
         )

@@ -1,6 +1,4 @@
-"""Position ids: those of documents in several parts, those that a model counts in its own way, and
-those that skip some.
-"""
+"""Position ids of documents in parts, of models that count from 2, and with gaps."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ from hf_distca.errors import LayoutError
 from hf_distca.integration.hooks.positions import check_positions, mark_document_starts
 from tiny_runs import SIZES, documents, settings, tiny_llama
 
-# On one rank, in two parts with a gap: tokens 0 to 4, a document of 3, and tokens 5 to 8.
+# One rank has tokens 0 to 4 of a document, then a document of 3, and then tokens 5 to 8 of the
+# first.
 PACKED = PackedDocuments((5, 3, 4), (0, 0, 5), (0, 1, 0))
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8]])
 IDS = torch.full((1, 12), 7)
@@ -32,7 +31,7 @@ IDS = torch.full((1, 12), 7)
 @pytest.mark.parametrize(
     "make", [lambda: tiny_llama("distca"), lambda: opt().train()], ids=["llama", "opt"]
 )
-def test_a_loop_that_leaves_position_ids_out_is_told(make: Any) -> None:
+def test_documents_in_parts_without_position_ids_are_refused(make: Any) -> None:
     hf_distca.configure(settings())
     model = make()
     with pytest.raises(
@@ -50,11 +49,11 @@ def test_middle_of_a_document_is_not_taken_for_its_start() -> None:
     check_positions(tiny_llama("distca"), middle, torch.arange(7, 11)[None])
 
 
-def test_positions_may_be_counted_from_another_number() -> None:
+def test_position_ids_may_start_at_another_number() -> None:
     check_positions(tiny_llama("distca"), PACKED, POSITIONS + 2)
 
 
-def test_it_is_asked_until_it_was_right_once() -> None:
+def test_position_ids_are_checked_until_one_batch_is_right() -> None:
     model = tiny_llama("distca")
     for _ in range(2):
         with pytest.raises(LayoutError):
@@ -63,12 +62,12 @@ def test_it_is_asked_until_it_was_right_once() -> None:
     check_positions(model, PACKED, 0 * POSITIONS)
 
 
-def test_documents_that_may_not_be_cut_are_not_compared() -> None:
-    """Their first token is at 0 by definition, whatever a model makes of positions."""
+def test_position_ids_of_whole_documents_are_not_checked() -> None:
+    """A whole document starts at position 0 by definition."""
     check_positions(tiny_llama("distca"), PackedDocuments((5, 7)), 0 * POSITIONS)
 
 
-def roberta(implementation: str) -> PreTrainedModel:
+def build(implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
     off = {
         "hidden_dropout_prob": 0.0,
@@ -88,49 +87,46 @@ TEXTS = [torch.tensor(text) for text in documents(40, 7, 1, 1, 23)]
 
 @pytest.fixture(scope="module")
 def alone() -> torch.Tensor:
-    """Logits of each document, with the positions that the model makes of it."""
+    """Compute the logits of each document alone, with positions from the model."""
     return torch.cat(
-        [
-            roberta("sdpa")(input_ids=text[None], use_cache=False).logits[0].detach()
-            for text in TEXTS
-        ]
+        [build("sdpa")(input_ids=text[None], use_cache=False).logits[0].detach() for text in TEXTS]
     )
 
 
 @pytest.mark.parametrize("kind", ["collator", "from 2", "from 5", "without"])
-def test_learned_positions_are_those_of_the_model(kind: str, alone: torch.Tensor) -> None:
+def test_roberta_on_packed_documents_equals_documents_alone(kind: str, alone: torch.Tensor) -> None:
     batch = hf_distca.PackingCollator()([{"input_ids": text} for text in TEXTS])
     if kind == "without":
         del batch["position_ids"]
     elif kind.startswith("from"):
         batch["position_ids"] = batch["position_ids"] + int(kind[-1])
-    torch.testing.assert_close(roberta("distca")(**batch, use_cache=False).logits[0], alone)
+    torch.testing.assert_close(build("distca")(**batch, use_cache=False).logits[0], alone)
 
 
 @pytest.mark.skipif(
     "position_ids_start" not in inspect.signature(DataCollatorWithFlattening).parameters,
-    reason="this release of transformers counts from 0 alone",
+    reason="this release of transformers counts only from 0",
 )
-def test_positions_from_where_the_model_counts_are_read(alone: torch.Tensor) -> None:
+def test_position_ids_from_2_suit_a_model_that_counts_from_2(alone: torch.Tensor) -> None:
     flattened = DataCollatorWithFlattening(position_ids_start=2)(
         [{"input_ids": text.tolist()} for text in TEXTS]
     )
-    torch.testing.assert_close(roberta("distca")(**flattened, use_cache=False).logits[0], alone)
+    torch.testing.assert_close(build("distca")(**flattened, use_cache=False).logits[0], alone)
 
 
-def test_positions_from_0_are_refused_by_models_from_2() -> None:
+def test_position_ids_from_0_are_refused_by_a_model_that_counts_from_2() -> None:
     flattened = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in TEXTS])
     with pytest.raises(
         LayoutError,
         match=r"position_ids\[0, 0\] is 0: this model counts from 2, .*position_ids_start=2",
     ):
-        roberta("distca")(**flattened, use_cache=False)
+        build("distca")(**flattened, use_cache=False)
 
 
-def test_a_model_that_takes_no_documents_positions_is_told() -> None:
-    """As one that was made before distca was imported: nothing adds where it counts from."""
+def test_model_without_a_hook_for_positions_needs_position_ids_from_2() -> None:
+    """A model that was made before the import of distca has no hook for its first position."""
     batch = hf_distca.PackingCollator()([{"input_ids": text} for text in TEXTS])
-    model = roberta("distca")
+    model = build("distca")
     model.roberta._forward_pre_hooks.clear()
     for _ in range(2):
         with pytest.raises(
@@ -142,8 +138,8 @@ def test_a_model_that_takes_no_documents_positions_is_told() -> None:
     model(**batch, use_cache=False)
 
 
-def test_shares_of_a_model_that_counts_from_2_are_right(alone: torch.Tensor) -> None:
-    model = roberta("distca")
+def test_shares_for_a_model_that_counts_from_2_equal_documents_alone(alone: torch.Tensor) -> None:
+    model = build("distca")
     (share,) = hf_distca.document_shares(TEXTS, sum(map(len, TEXTS)), model=model, seed=None)
     batch = hf_distca.PackingCollator()([share])
     logits = model(**batch, use_cache=False).logits[0]
@@ -161,7 +157,7 @@ SKIPPED: dict[str, torch.Tensor] = {
 }
 
 
-def one_document(positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def run_one_document(positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     model = tiny_llama("eager").double()
     mask = torch.full((40, 40), -1e300, dtype=torch.float64).triu(1)[None, None]
     return model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
@@ -169,7 +165,7 @@ def one_document(positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SKIPPED)
 @pytest.mark.parametrize("given", ["alone", "mask of ones", "collator"])
-def test_positions_that_skip_some_are_one_document(kind: str, given: str) -> None:
+def test_position_ids_with_gaps_are_one_document(kind: str, given: str) -> None:
     ids, positions = torch.tensor([documents(40)[0]]), SKIPPED[kind]
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
     if given == "mask of ones":
@@ -177,10 +173,10 @@ def test_positions_that_skip_some_are_one_document(kind: str, given: str) -> Non
     if given == "collator":
         batch = hf_distca.PackingCollator()([{name: row[0] for name, row in batch.items()}])
     logits = tiny_llama("distca").double()(**batch, use_cache=False).logits
-    torch.testing.assert_close(logits, one_document(positions, ids))
+    torch.testing.assert_close(logits, run_one_document(positions, ids))
 
 
-def test_positions_that_skip_some_are_refused_in_parts() -> None:
+def test_position_ids_with_gaps_are_refused_for_documents_in_parts() -> None:
     documents_ = PackedDocuments((20, 20), (0, 20), (0, 0))
     with pytest.raises(LayoutError, match=r"has position 300 for token 20 .* position 20"):
         tiny_llama("distca")(
@@ -191,7 +187,7 @@ def test_positions_that_skip_some_are_refused_in_parts() -> None:
         )
 
 
-def test_three_axes_begin_anew_with_a_document() -> None:
+def test_position_ids_with_several_axes_mark_document_starts() -> None:
     image = torch.tensor(
         [[0, 0, 0, 0, 4, 0, 1, 2], [0, 0, 1, 1, 4, 0, 1, 2], [0, 1, 0, 1, 4, 0, 1, 2]]
     )[:, None]

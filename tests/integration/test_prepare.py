@@ -1,6 +1,4 @@
-"""`prepare`: what a loop of one's own tells distca of its model, so that nothing has to be read
-from the call stack.
-"""
+"""`hf_distca.prepare` registers the model of a custom loop, without the call stack."""
 
 from __future__ import annotations
 
@@ -27,14 +25,14 @@ from tiny_runs import dispatches, rows, settings, tiny_llama
 
 
 @contextmanager
-def unseen_callers() -> Iterator[None]:
-    """A world in which no model is found on the call stack, as where frames look otherwise."""
+def hide_callers() -> Iterator[None]:
+    """Hide all models on the call stack."""
     with patch.object(MaskCall, "iterate_models", lambda _: iter(())):
         yield
 
 
 class OnAMesh:
-    """Stands for what a model loaded with a `DistributedConfig` has of its mesh."""
+    """Stands for the mesh manager of a model that was loaded with a `DistributedConfig`."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
@@ -43,16 +41,16 @@ class OnAMesh:
         return self.mesh
 
 
-def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
-    """In a world of two, each rank in a mesh of its own: the size of the group, and whether layers
-    are cut.
+def train_on_a_mesh(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
+    """Train on a tensor-parallel mesh; return the group size, whether layers are cut, and groups
+    made.
     """
     hf_distca.configure(settings(ping_pong=True))
     model = tiny_llama("distca")
     model._mesh_manager = OnAMesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp")))
     wrapped = DistributedDataParallel(model)
     with (
-        unseen_callers(),
+        hide_callers(),
         patch.object(
             AttentionGroup, "find_or_create", side_effect=AttentionGroup.find_or_create
         ) as made,
@@ -65,19 +63,19 @@ def prepared(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
     return current_session().join_group().size, cut, before, made.call_count
 
 
-def test_a_prepared_model_needs_no_call_stack(rank_pool: RankPools) -> None:
-    for size, cut, before, after in rank_pool(2)(prepared, True):
+def test_prepare_finds_mesh_and_layers_without_the_call_stack(rank_pool: RankPools) -> None:
+    for size, cut, before, after in rank_pool(2)(train_on_a_mesh, True):
         assert (size, cut) == (1, True), "the ranks of one data-parallel coordinate share nothing"
         assert before == after == 1, "the group is made once, where all ranks are together"
-    for size, cut, before, _ in rank_pool(2)(prepared, False):
+    for size, cut, before, _ in rank_pool(2)(train_on_a_mesh, False):
         assert (size, cut, before) == (2, False, 0), (
-            "the world, and whole layers: nothing said otherwise"
+            "without prepare, the group is the world, and layers are whole"
         )
 
 
-def shares(rank: int) -> int:
+def train_in_ping_pong(rank: int) -> int:
     hf_distca.configure(settings(ping_pong=True))
-    with unseen_callers():
+    with hide_callers():
         model = hf_distca.prepare(tiny_llama("distca"))
         plain = tiny_llama("sdpa")
         for one in (model, plain):
@@ -87,9 +85,9 @@ def shares(rank: int) -> int:
     return dispatches()
 
 
-def test_a_prepared_model_shares_its_attention_in_halves(rank_pool: RankPools) -> None:
+def test_prepared_model_in_ping_pong_has_the_gradients_of_sdpa(rank_pool: RankPools) -> None:
     layers, directions, halves = 2, 2, 2
-    assert rank_pool(2)(shares) == [layers * directions * halves] * 2
+    assert rank_pool(2)(train_in_ping_pong) == [layers * directions * halves] * 2
 
 
 def opt(implementation: str = "distca", **layerdrop: float) -> PreTrainedModel:
@@ -133,8 +131,7 @@ def test_layerdrop_is_refused_under_its_other_names(name: str) -> None:
         hf_distca.prepare(model)
 
 
-def test_layerdrop_does_not_matter_without_dropping() -> None:
-    """Layerdrop is nothing to a model that evaluates or does not drop."""
+def test_layerdrop_is_accepted_if_no_layer_is_dropped() -> None:
     hf_distca.configure()
     ours, theirs = (
         opt(name, layerdrop=0.1).eval()(IDS, use_cache=False).logits for name in ("distca", "sdpa")
@@ -144,7 +141,7 @@ def test_layerdrop_does_not_matter_without_dropping() -> None:
     hf_distca.prepare(opt("sdpa", layerdrop=0.1))
 
 
-def test_a_refused_family_is_refused_by_prepare() -> None:
+def test_unsupported_family_is_refused_by_prepare() -> None:
     config = MambaConfig(
         hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"
     )
@@ -152,7 +149,7 @@ def test_a_refused_family_is_refused_by_prepare() -> None:
         hf_distca.prepare(MambaForCausalLM(config))
 
 
-def test_a_model_of_another_attention_makes_no_group() -> None:
+def test_prepare_of_a_model_under_sdpa_makes_no_group() -> None:
     hf_distca.configure()
     with patch.object(
         AttentionGroup, "find_or_create", side_effect=AssertionError("asked for a group")
@@ -161,10 +158,8 @@ def test_a_model_of_another_attention_makes_no_group() -> None:
     assert not dist.is_initialized()
 
 
-def test_questions_to_the_call_stack_hold_no_frame_of_who_asks() -> None:
-    """A cycle of frames would keep their variables, such as logits, until the garbage collector
-    comes by.
-    """
+def test_reading_the_call_stack_keeps_no_frame_alive() -> None:
+    """A cycle of frames would keep variables such as logits until the next garbage collection."""
 
     class Logits:
         pass

@@ -1,6 +1,4 @@
-"""A mask that the recompute of a checkpoint makes again is that of the forward, for as long as the
-checkpoint lives.
-"""
+"""The recompute of a checkpoint reuses the masks of the forward, which go with the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from hf_distca.integration.hooks.recomputed_masks import reuse_forward_handle
 
 
 class Masked:
-    """A computation that makes two masks, of other lengths each time that `lengths` say so."""
+    """A computation that makes two masks; their lengths are the next two of `lengths`."""
 
     def __init__(self, *lengths: int) -> None:
         self.lengths = iter(lengths or [7, 7] * 9)
@@ -31,7 +29,7 @@ class Masked:
         return x
 
 
-def leaf() -> torch.Tensor:
+def make_leaf() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
 
 
@@ -43,8 +41,8 @@ def is_repeated(seen: list[MaskStandIn], times: int) -> bool:
     )
 
 
-def test_the_recompute_has_the_masks_of_the_forward() -> None:
-    masked, x = Masked(), leaf()
+def test_recompute_reuses_the_masks_of_the_forward() -> None:
+    masked, x = Masked(), make_leaf()
     out = checkpoint(masked, x, use_reentrant=False).sum()
     out.backward(retain_graph=True)
     assert is_repeated(masked.seen, 2)
@@ -52,15 +50,15 @@ def test_the_recompute_has_the_masks_of_the_forward() -> None:
     assert is_repeated(masked.seen, 3)
 
 
-def test_nested_checkpoints_have_the_masks_of_the_forward() -> None:
+def test_nested_checkpoints_reuse_the_masks_of_the_forward() -> None:
     masked = Masked()
     inner = partial(checkpoint, masked, use_reentrant=False)
-    checkpoint(lambda x: inner(x).cos(), leaf(), use_reentrant=False).sum().backward()
+    checkpoint(lambda x: inner(x).cos(), make_leaf(), use_reentrant=False).sum().backward()
     assert is_repeated(masked.seen, 3)
 
 
-def test_checkpoints_beside_each_other_have_their_own() -> None:
-    first, second, x = Masked(), Masked(), leaf()
+def test_consecutive_checkpoints_have_different_masks() -> None:
+    first, second, x = Masked(), Masked(), make_leaf()
     out = checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)
     out.sum().backward()
     assert is_repeated(first.seen, 2)
@@ -69,23 +67,23 @@ def test_checkpoints_beside_each_other_have_their_own() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, True], ids=["no checkpoint", "reentrant"])
-def test_without_a_trace_of_the_forward_masks_are_new(reentrant: bool | None) -> None:
-    masked, x = Masked(), leaf()
+def test_masks_without_a_checkpoint_or_in_a_reentrant_one_are_new(reentrant: bool | None) -> None:
+    masked, x = Masked(), make_leaf()
     out = masked(x) if reentrant is None else checkpoint(masked, x, use_reentrant=reentrant)
     out.sum().backward()
     assert len({*map(id, masked.seen)}) == len(masked.seen) == (2 if reentrant is None else 4)
 
 
-def test_a_mask_of_another_size_is_new() -> None:
+def test_recompute_with_another_size_makes_a_new_mask() -> None:
     masked = Masked(7, 7, 7, 9)
-    checkpoint(masked, leaf(), use_reentrant=False).sum().backward()
+    checkpoint(masked, make_leaf(), use_reentrant=False).sum().backward()
     assert masked.seen[2] is masked.seen[0]
     assert masked.seen[3].batch.tokens.length == 9
 
 
-def test_masks_go_with_their_checkpoint() -> None:
+def test_masks_are_freed_with_their_checkpoint() -> None:
     masked = Masked()
-    out = checkpoint(masked, leaf(), use_reentrant=False).sum()
+    out = checkpoint(masked, make_leaf(), use_reentrant=False).sum()
     alive = [weakref.ref(handle) for handle in masked.seen]
     masked.seen.clear()
     assert all(handle() is not None for handle in alive)

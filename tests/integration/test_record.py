@@ -1,6 +1,4 @@
-"""What `DistCACallback` leaves in a run's folder for `hf-distca report`, and what that costs a
-run.
-"""
+"""The record that `DistCACallback` writes for `hf-distca report`, and its cost."""
 
 from __future__ import annotations
 
@@ -61,8 +59,8 @@ class Warns(TrainerCallback):
             logging.getLogger("hf_distca").warning("something to act on")
 
 
-def data() -> list[dict[str, Any]]:
-    """Rank 0 has one long document, rank 1 many short ones; the fourth step is the worst."""
+def make_data() -> list[dict[str, Any]]:
+    """Make rows: long documents on rank 0, short ones on rank 1; the worst step is the fourth."""
     lengths = [
         ((96,), (24, 24, 24, 24)) if step != 3 else ((192,), (24,) * 8) for step in range(STEPS)
     ]
@@ -84,7 +82,7 @@ def train(
     callback = hf_distca.DistCACallback(settings(ping_pong=ping_pong), record=record)
     trainer = make_trainer(
         "distca",
-        data(),
+        make_data(),
         folder=folder,
         callbacks=[Warns()],
         distca=callback,
@@ -100,25 +98,22 @@ def train(
     }
 
 
-def rows(folder: Path) -> list[Row]:
+def read_rows(folder: Path) -> list[Row]:
     found = [read_row(line) for line in (folder / RECORD_NAME).read_text().splitlines()]
     return [row for row in found if row is not None]
 
 
 @pytest.mark.parametrize("ping_pong", in_turn([True, False], 2))
-def test_rank_0_writes_what_the_log_says_and_more(
+def test_record_of_rank_0_has_the_figures_of_the_log_and_the_worst_plan(
     rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
-    """The rows sum up to the summary of the run, by rank, and the plans of the first and the worst
-    step can be read.
-    """
     history = rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 3})[0][
         "history"
     ]
-    run, *others = rows(tmp_path)
+    run, *others = read_rows(tmp_path)
     assert isinstance(run, RunRow)
     found = run.step, run.ranks, run.nodes, run.settings["ping_pong"], run.model["type"]
-    assert found == (0, 2, 1, ping_pong, "llama"), "nodes are known without a launcher that says so"
+    assert found == (0, 2, 1, ping_pong, "llama"), "nodes are known without a launcher"
     assert run.versions["hf-distca"] == hf_distca.__version__
     assert (
         WarningRow(3, "something to act on") in others
@@ -147,7 +142,7 @@ def test_rank_0_writes_what_the_log_says_and_more(
 
     plans = [row for row in others if isinstance(row, PlanRow)]
     assert (plans[0].step, plans[0].micro_batch) == (1, 1)
-    assert 4 in [plan.step for plan in plans], "the worst"
+    assert 4 in [plan.step for plan in plans], "the plan of the worst step"
     for plan in plans:
         made = [Plan.from_json(json.dumps(part.plan)) for part in plan.parts]
         assert len(made) == (2 if ping_pong else 1)
@@ -164,7 +159,7 @@ def test_worst_plan_keeps_its_step_when_written_late(
     rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
     rank_pool(2)(train, str(tmp_path), True, ping_pong, {"logging_steps": 10, "max_steps": 10})
-    plans = [(row.step, row.micro_batch) for row in rows(tmp_path) if isinstance(row, PlanRow)]
+    plans = [(row.step, row.micro_batch) for row in read_rows(tmp_path) if isinstance(row, PlanRow)]
     assert plans[:2] == [(1, 1), (4, 4)]
     assert all(step == micro_batch for step, micro_batch in plans)
 
@@ -172,17 +167,15 @@ def test_worst_plan_keeps_its_step_when_written_late(
 def test_a_record_costs_no_collective_and_no_operation(
     rank_pool: RankPools, tmp_path: Path
 ) -> None:
-    """A host sync would be an operation of torch: there are exactly as many with a record as
-    without.
-    """
-    # The first run of new processes makes the group, which takes a collective more.
+    """A host sync would count as an operation of torch."""
+    # The first run of new processes makes the group, which needs one more collective.
     _, without, kept = (
         rank_pool(2)(train, str(tmp_path), record, False, {}) for record in (False, False, "all")
     )
     for rank in (0, 1):
         assert kept[rank]["collectives"] == without[rank]["collectives"]
         assert kept[rank]["operations"] == without[rank]["operations"]
-    assert [row.micro_batch for row in rows(tmp_path) if isinstance(row, PlanRow)] == list(
+    assert [row.micro_batch for row in read_rows(tmp_path) if isinstance(row, PlanRow)] == list(
         range(1, STEPS + 1)
     )
 
@@ -204,12 +197,10 @@ def test_a_record_costs_no_collective_and_no_operation(
     ],
     ids=["kinds of layers", "nano-batches", "both"],
 )
-def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
+def test_report_counts_tokens_once_and_draws_pieces_as_long_as_bars(
     tmp_path: Path, parts: list[tuple[int, int | None, list[list[int]]]], tokens: list[int]
 ) -> None:
-    """Kinds of layers have plans of the same tokens; a rank of half the speed takes twice as
-    long.
-    """
+    """Layers of different kinds plan the same tokens, and slow ranks have longer bars."""
     history, ranks = History(), Ranks(speeds=(0.5, 1.25))
     recorder = begin_record(tmp_path, 0, history)
     plans = []
@@ -241,32 +232,33 @@ def test_tokens_count_once_and_pieces_are_as_long_as_the_bars(
         np.testing.assert_allclose(drawn, seconds, rtol=1e-3)
 
 
-def resumed(rank: int, folder: str) -> None:
+def train_and_resume(rank: int, folder: str) -> None:
     train(rank, folder, True, False, {"save_strategy": "steps", "save_steps": 2, "max_steps": 3})
     train(rank, folder, True, False, {"max_steps": 4}, str(Path(folder, "checkpoint-2")))
 
 
-def test_a_resumed_run_goes_on_with_its_record(rank_pool: RankPools, tmp_path: Path) -> None:
-    rank_pool(2)(resumed, str(tmp_path))
-    assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
+def test_resumed_run_appends_to_its_record(rank_pool: RankPools, tmp_path: Path) -> None:
+    rank_pool(2)(train_and_resume, str(tmp_path))
+    assert [row.step for row in read_rows(tmp_path) if isinstance(row, RunRow)] == [0, 2]
     rank_pool(2)(train, str(tmp_path), True, False, {"max_steps": 1})
-    assert [row.step for row in rows(tmp_path) if isinstance(row, RunRow)] == [0], (
-        "a run from the start has a record of its own"
+    assert [row.step for row in read_rows(tmp_path) if isinstance(row, RunRow)] == [0], (
+        "a run from the start replaces the record"
     )
 
 
-def unwritable(rank: int, folder: str) -> None:
+def train_with_a_folder_as_record(rank: int, folder: str) -> None:
     Path(folder, RECORD_NAME).mkdir(exist_ok=True)
     train(rank, folder, True, False, {"max_steps": 2})
 
 
-def test_a_record_that_cannot_be_written_ends_no_run(rank_pool: RankPools, tmp_path: Path) -> None:
-    rank_pool(2)(unwritable, str(tmp_path))
+def test_run_without_a_writable_record_continues(rank_pool: RankPools, tmp_path: Path) -> None:
+    rank_pool(2)(train_with_a_folder_as_record, str(tmp_path))
 
 
-def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
-    """What stands on the console of a script that sets up no logging, when all warn, or the disk is
-    full.
+def capture_console(rank: int, folder: str, full: bool) -> tuple[str, bool]:
+    """Train without set-up logging; return the console, and whether the logger has no filters.
+
+    If `full`, the disk of rank 0 is full.
     """
     logging.getLogger("hf_distca").handlers.clear()
     console = io.StringIO()
@@ -283,14 +275,14 @@ def told(rank: int, folder: str, full: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_warnings_are_seen_while_they_are_recorded(
+def test_recorded_warnings_still_reach_the_console(
     rank_pool: RankPools, tmp_path: Path, full: bool
 ) -> None:
-    (first, over), _ = rank_pool(2)(told, str(tmp_path), full)
+    (first, over), _ = rank_pool(2)(capture_console, str(tmp_path), full)
     assert "something to act on" in first
     assert ("no record for `hf-distca report` is kept" in first) == full
     assert ("No space left on device" in first) == full
-    assert over, "nothing is left behind"
+    assert over, "the filters of the logger are removed"
 
 
 def begin_record(folder: Path, step: int, history: History | None = None) -> Recorder:
@@ -318,14 +310,14 @@ def begin_record(folder: Path, step: int, history: History | None = None) -> Rec
     ],
     ids=["pipe", "link", "broken link", "socket", "folder"],
 )
-def test_only_a_file_of_its_own_is_written(
+def test_record_is_not_written_to_a_pipe_link_socket_or_folder(
     place: Callable[[Path], object],
     reason: str,
     step: int,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No other file is written for a record, and no pipe is waited for."""
+    """Opening a pipe must not wait for a reader."""
     (tmp_path / "another's").write_text("precious")
     place(tmp_path / RECORD_NAME)
     begin_record(tmp_path, step)
@@ -335,8 +327,8 @@ def test_only_a_file_of_its_own_is_written(
 
 
 @pytest.mark.parametrize("rest", [0.5, 0.01, 1.0])
-def test_a_line_that_was_cut_leaves_the_next_one_whole(rest: float, tmp_path: Path) -> None:
-    """A training is killed within a line, at its first letter or before its end, and resumes."""
+def test_resumed_record_after_a_cut_line_begins_a_new_line(rest: float, tmp_path: Path) -> None:
+    """A run is killed within a line, after its first letter or before its end, and resumes."""
     begin_record(tmp_path, 0)
     path = tmp_path / RECORD_NAME
     line = path.read_text().rstrip("\n")
@@ -354,8 +346,8 @@ def create_unix_server(path: Path) -> None:
 
 def test_the_record_names_no_folder(tmp_path: Path) -> None:
     begin_record(tmp_path / "run", 0)
-    assert len(rows(tmp_path / "run")) == 1
-    assert rows(tmp_path / "run")[0].settings["cost_model"] == PAIRS.name
+    assert len(read_rows(tmp_path / "run")) == 1
+    assert read_rows(tmp_path / "run")[0].settings["cost_model"] == PAIRS.name
     assert str(tmp_path) not in (tmp_path / "run" / RECORD_NAME).read_text()
 
 
@@ -368,10 +360,10 @@ def test_push_to_hub_leaves_the_record_out() -> None:
     assert all(fnmatch(RECORD_NAME, "_*") and '"_*"' in pattern for pattern in patterns)
 
 
-def alone(rank: int, folder: str) -> None:
+def train_under_sdpa(rank: int, folder: str) -> None:
     trainer = make_trainer(
         "distca",
-        data(),
+        make_data(),
         folder=folder,
         model=tiny_llama("sdpa"),
         max_steps=1,
@@ -380,7 +372,7 @@ def alone(rank: int, folder: str) -> None:
     trainer.train()
 
 
-def test_a_run_that_shares_nothing_leaves_no_record(rank_pool: RankPools, tmp_path: Path) -> None:
-    rank_pool(2)(alone, str(tmp_path))
+def test_run_under_sdpa_leaves_no_record(rank_pool: RankPools, tmp_path: Path) -> None:
+    rank_pool(2)(train_under_sdpa, str(tmp_path))
     assert not (tmp_path / RECORD_NAME).exists()
     assert json.dumps([path.name for path in tmp_path.iterdir()]) == "[]"

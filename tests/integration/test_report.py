@@ -1,6 +1,4 @@
-"""What is said of a run as a whole: why nothing moved, the summary, and what takes long before the
-first step.
-"""
+"""Messages about a run: why nothing moved, the summary, and slow preparation."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ SHAPE = AttentionShape(4, 2, 16, 16, 2)
 EVEN = [{"documents": documents(48, 48, seed=at)} for at in range(12)]
 
 
-def session(**changes: Any) -> Session:
+def make_session(**changes: Any) -> Session:
     made = Session(hf_distca.DistCAConfig(**changes))
     made.planner.costs[SHAPE, "cpu"] = CostModel.make_analytic(SHAPE, device_type="cpu")
     return made
@@ -58,7 +56,9 @@ def session(**changes: Any) -> Session:
     ],
     ids=["even", "off", "min_gain", "exchange"],
 )
-def test_why_nothing_moved(before: float, changes: dict[str, Any], facts: list[str]) -> None:
+def test_nothing_moved_reason_names_its_cause_and_figures(
+    before: float, changes: dict[str, Any], facts: list[str]
+) -> None:
     mean = 20 * 2e-4
     done = BalanceTotals(
         micro_batches=20,
@@ -66,15 +66,15 @@ def test_why_nothing_moved(before: float, changes: dict[str, Any], facts: list[s
         estimated_after=before * mean,
         estimated_mean=mean,
     )
-    said = nothing_moved_reason(done, session(**changes))
+    said = nothing_moved_reason(done, make_session(**changes))
     assert said is not None
     assert all(fact in said for fact in ["moved nothing in 20 micro-batches", *facts]), said
-    assert nothing_moved_reason(done + BalanceTotals(moved=1), session(**changes)) is None
-    assert nothing_moved_reason(BalanceTotals(), session(**changes)) is None
+    assert nothing_moved_reason(done + BalanceTotals(moved=1), make_session(**changes)) is None
+    assert nothing_moved_reason(BalanceTotals(), make_session(**changes)) is None
 
 
-def test_why_exchanges_were_given_up() -> None:
-    made, none = session(), np.zeros(2)
+def test_fewer_moves_reason_names_the_slowdown_by_exchanges() -> None:
+    made, none = make_session(), np.zeros(2)
     assert fewer_moves_reason(made) is None
     kernel, waiting = np.array([2.0, 2.0]), np.array([3.0, 3.0])
     slow = RateSample(
@@ -87,7 +87,7 @@ def test_why_exchanges_were_given_up() -> None:
     assert "attention took 25% longer with exchanges than without" in said
 
 
-def test_the_callback_says_once_that_exchanges_were_given_up(
+def test_callback_warns_once_that_exchanges_were_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(LearnedCosts, "exchange_slowdown", 0.5)
@@ -103,8 +103,8 @@ def test_the_callback_says_once_that_exchanges_were_given_up(
     assert "50% longer" in said[0]
 
 
-def test_the_summary_of_a_tally() -> None:
-    made = session()
+def test_summary_lists_imbalance_exchange_planning_and_attention() -> None:
+    made = make_session()
     made.kernel_names["cpu"] = None
     done = BalanceTotals(
         6, 3, 1200.0, 1000.0, 7.2, 1.575, 1.006, 1.0, 3.138, 2.016, 2.0, 9.9e6, 12, 1.0, 8.0
@@ -135,7 +135,7 @@ def test_the_summary_of_a_tally() -> None:
 
 
 def train(rank: int, case: str) -> tuple[list[str], str]:
-    """What was logged, and what was written to standard error."""
+    """Train; return the log lines on moves, and the text on standard error."""
     config = {"off": settings(balance=False), "exchange": hf_distca.DistCAConfig()}.get(
         case, settings()
     )
@@ -163,7 +163,7 @@ def train(rank: int, case: str) -> tuple[list[str], str]:
         ("moving", None),
     ],
 )
-def test_rank_0_says_once_why_nothing_moved_and_sums_up(
+def test_rank_0_logs_once_why_nothing_moved_and_prints_the_summary(
     rank_pool: RankPools, case: str, reason: str | None
 ) -> None:
     (said, written), (said_by_other, written_by_other) = rank_pool(2)(train, case)
@@ -183,7 +183,7 @@ def test_the_summary_can_be_switched_off(rank_pool: RankPools) -> None:
 @pytest.mark.parametrize(
     ("seconds", "enabled", "lines"), [(0.0, True, 0), (0.3, True, 2), (0.3, False, 0)]
 )
-def test_what_takes_long_is_said(
+def test_slow_preparation_is_printed_unless_progress_bars_are_off(
     seconds: float, enabled: bool, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -203,10 +203,8 @@ def test_what_takes_long_is_said(
         assert said[1].startswith("distca: timing the attention kernel took 0.3")
 
 
-def waits(rank: int) -> str:
-    """What a rank writes while the first step is prepared, with a clock for which all takes
-    long.
-    """
+def train_with_slow_preparation(rank: int) -> str:
+    """Train one step with every wait counted as slow; return the text on standard error."""
     trainer = make_trainer("distca", rows(2), config=settings(), max_steps=1)
     with (
         patch.object(processes, "_SLOW_SECONDS", 1e-6),
@@ -216,7 +214,7 @@ def waits(rank: int) -> str:
     return written.getvalue()
 
 
-def test_the_first_plan_is_announced_by_rank_0(rank_pool: RankPools) -> None:
-    first, other = rank_pool(2)(waits)
+def test_rank_0_prints_the_time_of_a_slow_first_plan(rank_pool: RankPools) -> None:
+    first, other = rank_pool(2)(train_with_slow_preparation)
     assert "distca: making the first plan took" in first
     assert "distca" not in other

@@ -1,5 +1,5 @@
-"""Rotary embeddings that depend on the longest document, on two ranks that hold parts of it,
-against one with the whole batch.
+"""Rotary embeddings that depend on the longest document: two ranks with parts of documents equal
+one process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tiny_runs import PAIRS, SIZES, settings, tiny_llama
 from turns import in_turn
 
 TRAINED = 64  # positions that the models were trained with
-TOKENS = 64  # of a rank
-# Global batches whose longest document is longer than that, shorter, longer than all before, and
-# just as long: frequencies grow, and are reset.
+TOKENS = 64  # on a rank
+# The longest document of a global batch is longer than TRAINED, shorter, the longest of all, and as
+# long: frequencies grow, and are reset.
 BATCHES = ((67, 33, 28), (40, 48, 37, 3), (100, 28), (64, 60, 4), (65, 63))
 
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
@@ -74,7 +74,7 @@ _SIZES = {
 }
 
 
-def tiny(kind: tuple[str, str], implementation: str) -> PreTrainedModel:
+def build_tiny(kind: tuple[str, str], implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
     trained = TRAINED if kind[1] == "dynamic" else 4 * TRAINED
     config = CONFIG_MAPPING[kind[0]](max_position_embeddings=trained, **_SIZES, **ROPES[kind])
@@ -87,16 +87,16 @@ def tiny(kind: tuple[str, str], implementation: str) -> PreTrainedModel:
     )
 
 
-def documents_of(number: int) -> list[torch.Tensor]:
+def draw_documents(number: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     return [torch.randint(3, 61, (length,), generator=generator) for length in BATCHES[number]]
 
 
-def loss_of(
+def sum_losses(
     model: torch.nn.Module, number: int, runs: list[tuple[int, int, int]], **batch: Any
 ) -> torch.Tensor:
-    """Summed next-token loss of runs (document, start, length) of a global batch."""
-    documents = documents_of(number)
+    """Sum the next-token losses of runs (document, start, length) of a global batch."""
+    documents = draw_documents(number)
     targets = [torch.cat([one[1:], torch.tensor([-100])]) for one in documents]
     ids, shifted = (
         torch.cat([rows[d][a : a + n] for d, a, n in runs])[None] for rows in (documents, targets)
@@ -106,13 +106,13 @@ def loss_of(
     return cross_entropy(logits[0], shifted[0], reduction="sum")
 
 
-def whole(
+def train_alone(
     kind: tuple[str, str], numbers: tuple[int, ...]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of global batches, one after another, and the gradients of all, on one process."""
-    model = tiny(kind, "sdpa")
+    """Train one process under sdpa; return losses of global batches, and summed gradients."""
+    model = build_tiny(kind, "sdpa")
     losses = [
-        loss_of(model, number, [(d, 0, n) for d, n in enumerate(BATCHES[number])])
+        sum_losses(model, number, [(d, 0, n) for d, n in enumerate(BATCHES[number])])
         for number in numbers
     ]
     torch.stack(losses).sum().backward()
@@ -121,7 +121,7 @@ def whole(
     }
 
 
-def dealt(
+def train_on_shares(
     rank: int,
     kind: tuple[str, str],
     numbers: tuple[int, ...],
@@ -131,7 +131,7 @@ def dealt(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = settings(ping_pong=ping_pong)
     hf_distca.configure(config)
-    model = tiny(kind, "distca")
+    model = build_tiny(kind, "distca")
     names = [name for name, _ in model.named_parameters()]
     if how in ("reentrant", "not reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
@@ -146,12 +146,12 @@ def dealt(
     dealing = Dealing(2, TOKENS, {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, config)
     losses = []
     for number in numbers:
-        if rank == lone_rank:  # it evaluates what is longer than all that they train on
+        if rank == lone_rank:  # this rank alone runs a row longer than all documents
             model.eval().generate(torch.full((1, 150), 7), max_new_tokens=number + 1)
             model.train()
         share = dealing.make_share(np.array(BATCHES[number]), (0, number), rank)
         runs = list(zip(share.documents, share.starts, share.lengths, strict=True))
-        losses.append(loss_of(forward, number, runs, distca_documents=share))
+        losses.append(sum_losses(forward, number, runs, distca_documents=share))
     (torch.stack(losses).sum() * (2 if how == "FSDP2" else 1)).backward()
     total = torch.stack([loss.detach() for loss in losses])
     dist.all_reduce(total)
@@ -173,8 +173,8 @@ def check(
     ping_pong: bool = False,
     lone_rank: int | None = None,
 ) -> None:
-    losses, grads = whole(kind, numbers)
-    for found, found_grads in pool(dealt, kind, numbers, how, ping_pong, lone_rank):
+    losses, grads = train_alone(kind, numbers)
+    for found, found_grads in pool(train_on_shares, kind, numbers, how, ping_pong, lone_rank):
         assert found == pytest.approx(losses, rel=1e-6)
         for name, grad in grads.items():
             assert float((found_grads[name] - grad).norm()) <= 1e-5 * float(grad.norm()) + 1e-12, (
@@ -183,7 +183,7 @@ def check(
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_ranks_rotate_for_the_longest_global_document(
+def test_rotary_frequencies_follow_the_longest_document_of_all_ranks(
     rank_pool: RankPools, kind: tuple[str, str]
 ) -> None:
     check(rank_pool(2), kind, tuple(range(len(BATCHES))))
@@ -200,81 +200,86 @@ def test_ranks_rotate_for_the_longest_global_document(
     ],
 )
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
-def test_engines(rank_pool: RankPools, kind: tuple[str, str], how: str) -> None:
-    """All forwards run before all backwards: what a recompute needs is that of its own batch."""
+def test_rotary_is_exact_under_every_engine(
+    rank_pool: RankPools, kind: tuple[str, str], how: str
+) -> None:
+    """All forwards run before all backwards, so a recompute must find the frequencies of its own
+    batch.
+    """
     check(rank_pool(2), kind, (0, 1), how)
 
 
 @pytest.mark.parametrize("kind", [("llama", "dynamic"), ("phi3", "longrope")], ids=" ".join)
-def test_nano_batches(rank_pool: RankPools, kind: tuple[str, str]) -> None:
+def test_rotary_is_exact_in_ping_pong(rank_pool: RankPools, kind: tuple[str, str]) -> None:
     check(rank_pool(2), kind, (0, 1, 3), ping_pong=True)
 
 
 @pytest.mark.parametrize(
     ("kind", "lone_rank"), [(("llama", "dynamic"), 0), (("gemma3_text", "dynamic"), 1)]
 )
-def test_what_one_rank_evaluates_leaves_nothing_behind(
+def test_long_evaluation_on_one_rank_leaves_frequencies_of_shares_alone(
     rank_pool: RankPools, kind: tuple[str, str], lone_rank: int
 ) -> None:
-    """Frequencies that grew on one rank, in what it did alone, are not those of shares."""
     check(rank_pool(2), kind, tuple(range(len(BATCHES))), lone_rank=lone_rank)
 
 
 @pytest.mark.parametrize("kind", ROPES, ids=" ".join)
-def test_what_comes_after_a_share_is_left_alone(kind: tuple[str, str]) -> None:
-    """Rows without documents, as in evaluation or generation, have the frequencies of their own
+def test_rows_after_a_share_have_the_logits_of_sdpa(kind: tuple[str, str]) -> None:
+    """Rows without documents, in evaluation or generation, have the frequencies of their own
     length.
     """
     hf_distca.configure(settings())
-    model = tiny(kind, "distca")
+    model = build_tiny(kind, "distca")
     dealing = Dealing(1, sum(BATCHES[0]), {PlanKey(PAIRS.shape, "cpu", None): PAIRS}, settings())
     runs = [(d, 0, n) for d, n in enumerate(BATCHES[0])]
-    loss_of(model, 0, runs, distca_documents=dealing.make_share(np.array(BATCHES[0]), (0, 0), 0))
-    ids = documents_of(1)[0][None]
+    sum_losses(model, 0, runs, distca_documents=dealing.make_share(np.array(BATCHES[0]), (0, 0), 0))
+    ids = draw_documents(1)[0][None]
     torch.testing.assert_close(
-        model(input_ids=ids).logits, tiny(kind, "sdpa")(input_ids=ids).logits
+        model(input_ids=ids).logits, build_tiny(kind, "sdpa")(input_ids=ids).logits
     )
 
 
-def parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
-    """What comes of two runs of 20 tokens on each rank, whole documents or halves of them."""
+def run_parts(rank: int, kind: tuple[str, str], cut: bool) -> str:
+    """Run two documents of 20 tokens, or two halves, on each rank; compare logits or return the
+    error.
+    """
     hf_distca.configure(settings())
     documents, starts = ((0, 1), (20 * rank,) * 2) if cut else ((2 * rank, 2 * rank + 1), (0, 0))
     packed = PackedDocuments((20, 20), starts, documents)
     positions = torch.cat([torch.arange(start, start + 20) for start in starts])[None]
     ids = torch.full((1, 40), 7)
     try:
-        logits = tiny(kind, "distca")(
+        logits = build_tiny(kind, "distca")(
             input_ids=ids, position_ids=positions, distca_documents=packed, use_cache=False
         ).logits
     except hf_distca.UnsupportedError as error:
         return str(error)
-    want = tiny(kind, "sdpa")(input_ids=ids, position_ids=positions, use_cache=False).logits
+    want = build_tiny(kind, "sdpa")(input_ids=ids, position_ids=positions, use_cache=False).logits
     return "equal" if torch.allclose(logits, want) else "differs"
 
 
 @pytest.mark.parametrize("kind", CHOSEN, ids=" ".join)
-def test_parts_of_documents_of_unknown_length_are_refused(
+def test_parts_of_documents_with_unknown_lengths_are_refused(
     rank_pool: RankPools, kind: tuple[str, str]
 ) -> None:
-    for said in rank_pool(2)(parts, kind, True):
+    for said in rank_pool(2)(run_parts, kind, True):
         assert "a document of this batch is in several parts" in said
         assert f"rotary embedding ({kind[1]}) depends on the longest document of all ranks" in said
-    for said in rank_pool(2)(parts, kind, False):
+    for said in rank_pool(2)(run_parts, kind, False):
         assert said == "equal"
 
 
-def test_layers_that_make_their_own_are_refused() -> None:
-    """In the recompute of a layer nothing says of which batch it is."""
-    model = tiny(("llama", "dynamic"), "distca")
+def test_models_whose_layers_make_rotary_embeddings_are_refused() -> None:
+    """The recompute of a layer does not know its batch."""
+    model = build_tiny(("llama", "dynamic"), "distca")
     assert "which only shares" in str(extend_rotary(model.model, model.config, None))
-    other = tiny(("llama", "dynamic"), "distca")
+    other = build_tiny(("llama", "dynamic"), "distca")
     other.model.layers[0].rotary_emb = other.model.rotary_emb
     assert "each layer makes its own" in str(extend_rotary(other.model, other.config, None))
     assert "does not find the module" in str(extend_rotary(None, other.config, None))
 
 
-def test_other_rotary_embeddings_are_left_alone() -> None:
+def test_rotary_embeddings_of_fixed_frequencies_get_no_hook() -> None:
     model = tiny_llama("distca")
     assert extend_rotary(model.model, model.config, None) is None
     assert not model.model.rotary_emb._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Settings, agreement between ranks, evaluation, figures."""
+"""Settings, errors that ranks catch, evaluation and figures of a session."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_parity import model_for
+from test_parity import build_model
 
 import hf_distca
 from hf_distca.agreement.announce import PlanKey
@@ -24,7 +24,7 @@ from ranks import RankPools
 from tiny_runs import pack, settings
 
 
-def batch(rank: int) -> dict[str, Any]:
+def make_batch(rank: int) -> dict[str, Any]:
     return pack(*([96], [16, 16])[rank])
 
 
@@ -42,16 +42,16 @@ def batch(rank: int) -> dict[str, Any]:
         ({"cost_model": "measured"}, "cost_model='measured' must be 'analytic'"),
     ],
 )
-def test_settings_are_checked_on_construction(changes: dict[str, Any], named: str) -> None:
+def test_settings_with_wrong_values_are_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(hf_distca.ConfigError, match=named):
         hf_distca.DistCAConfig(**changes)
 
 
-def callback(*given: Any, **options: Any) -> None:
+def apply_callback(*given: Any, **options: Any) -> None:
     hf_distca.DistCACallback(*given, **options).apply_settings()
 
 
-@pytest.mark.parametrize("take", [hf_distca.configure, callback])
+@pytest.mark.parametrize("take", [hf_distca.configure, apply_callback])
 @pytest.mark.parametrize(
     "given", [{"tolerance": 0.1}, {}, hf_distca.DistCAConfig, "distca", 0, np.zeros(2)]
 )
@@ -60,14 +60,14 @@ def test_settings_of_other_types_are_refused(take: Callable[..., object], given:
         take(given)
 
 
-@pytest.mark.parametrize("take", [hf_distca.configure, callback])
+@pytest.mark.parametrize("take", [hf_distca.configure, apply_callback])
 @pytest.mark.parametrize("given", ["dp", [0, 1], -100])
-def test_groups_and_meshes_are_taken_only(take: Callable[..., object], given: Any) -> None:
+def test_groups_of_other_types_are_refused(take: Callable[..., object], given: Any) -> None:
     with pytest.raises(hf_distca.ConfigError, match="give a process group"):
         take(group=given)
 
 
-def test_balancing_is_switched_for_a_while() -> None:
+def test_balancing_context_switches_balance_off_and_back_on() -> None:
     hf_distca.configure(hf_distca.DistCAConfig(tile=64))
     with hf_distca.balancing(False):
         assert not current_session().config.balance
@@ -76,11 +76,11 @@ def test_balancing_is_switched_for_a_while() -> None:
 
 
 def go_on_after_an_error(rank: int) -> tuple[str, int]:
-    """All ranks catch an error of the same batch, and go on; then after `configure`."""
+    """Catch an error on all ranks, and go on: first without `configure`, then after `configure`."""
     config = settings(timeout_seconds=20.0)
     hf_distca.configure(config)
-    model = model_for(2, "distca", torch.float32)
-    given = batch(rank)
+    model = build_model(2, "distca", torch.float32)
+    given = make_batch(rank)
     model(**given, use_cache=False)
     wrong = {"cu_seq_lens_q": torch.tensor([0, -3, given["input_ids"].shape[1]])}
     with pytest.raises(LayoutError):
@@ -93,7 +93,7 @@ def go_on_after_an_error(rank: int) -> tuple[str, int]:
     return str(caught.value), current_session().meter.dispatches - before
 
 
-def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: RankPools) -> None:
+def test_step_after_a_caught_error_names_that_error_and_configure(rank_pool: RankPools) -> None:
     for rank, (said, dispatches) in enumerate(rank_pool(2)(go_on_after_an_error, timeout=60)):
         assert said.startswith(f"rank {rank} had left the group of ranks (0, 1) before"), said
         assert "it raised LayoutError while reading documents" in said
@@ -105,31 +105,31 @@ def test_a_rank_that_left_says_so_and_how_to_go_on(rank_pool: RankPools) -> None
 
 def evaluate_alone(rank: int) -> int:
     hf_distca.configure(settings())
-    model = model_for(2, "distca", torch.float32).eval()
+    model = build_model(2, "distca", torch.float32).eval()
     if rank == 0:  # only one rank evaluates and generates: nothing may wait for the other
-        model(**batch(rank), use_cache=False)
+        model(**make_batch(rank), use_cache=False)
         model.generate(
             input_ids=torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, pad_token_id=0
         )
     return current_session().meter.dispatches
 
 
-def test_evaluation_and_generation_are_local(rank_pool: RankPools) -> None:
+def test_evaluation_and_generation_on_one_rank_exchange_nothing(rank_pool: RankPools) -> None:
     assert rank_pool(2)(evaluate_alone, timeout=60) == [0, 0]
 
 
 def train_with_a_frozen_layer(rank: int, frozen: int | None) -> int:
     hf_distca.configure(settings())
-    model = model_for(2, "distca", torch.float32).train()
+    model = build_model(2, "distca", torch.float32).train()
     if frozen is not None:
         model.get_decoder().layers[frozen].eval().requires_grad_(False)
-    model(**batch(rank), use_cache=False).logits.sum().backward()
+    model(**make_batch(rank), use_cache=False).logits.sum().backward()
     return current_session().meter.dispatches
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_frozen_layers_in_evaluation_mode_are_balanced(rank_pool: RankPools, frozen: int) -> None:
-    """The model is in training mode, and all ranks run it."""
+    """The model itself is in training mode, so all ranks run the frozen layer."""
     pool = rank_pool(2)
     assert pool(train_with_a_frozen_layer, frozen) == pool(train_with_a_frozen_layer, None)
     assert pool(train_with_a_frozen_layer, frozen)[0] > 0
@@ -138,24 +138,24 @@ def test_frozen_layers_in_evaluation_mode_are_balanced(rank_pool: RankPools, fro
 def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     config = settings(balance_evaluation=True)
     hf_distca.configure(config)
-    model = model_for(2, "distca", torch.float32).eval()
-    together = model(**batch(rank), use_cache=False).logits.detach()
+    model = build_model(2, "distca", torch.float32).eval()
+    together = model(**make_batch(rank), use_cache=False).logits.detach()
     with hf_distca.balancing(False):
-        alone = model(**batch(rank), use_cache=False).logits.detach()
+        alone = model(**make_batch(rank), use_cache=False).logits.detach()
     return current_session().meter.dispatches, together, alone
 
 
-def test_evaluation_is_shared_on_request(rank_pool: RankPools) -> None:
+def test_evaluation_is_shared_with_balance_evaluation(rank_pool: RankPools) -> None:
     for dispatches, together, alone in rank_pool(2)(evaluate_together):
-        assert dispatches == 2  # one a layer; balancing off sends nothing
+        assert dispatches == 2  # one per layer, and none without balancing
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_figures_of_a_tally() -> None:
+def test_history_figures_count_measured_micro_batches_only() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
-    # Only the second one knows of nodes, of a rank each.
+    # Only the second plan has nodes, with one rank on each.
     tasks, node = np.array([2.0, 1.0, 1.0]), {1: None, 2: 1}
     first, second = (
         MicroBatchPlan(key, plan, n, tasks, Ranks(per_node=node[n]), Meter(), planning_ms=5.0)
@@ -180,7 +180,7 @@ def test_figures_of_a_tally() -> None:
     assert figures["distca/planning_ms"] == pytest.approx(5.0)
     assert (history.total - before).compute_figures() == {}
     history.end_micro_batch()
-    assert (history.total - before).compute_figures() == {}, "it is not measured yet"
+    assert (history.total - before).compute_figures() == {}, "micro-batch 2 is not measured yet"
     measured = np.array([[10**9, 0, 0, 2, 0], [10**9, 6_000_000, 0, 2, 6_000_000]])
     second.meter.count(calls=2)
     history.record_figures(second, measured)
@@ -191,9 +191,9 @@ def test_figures_of_a_tally() -> None:
     )
     whole = history.total.compute_figures()
     assert whole["distca/exchanged_mb_per_layer"] == 2.5
-    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "of micro-batches that know of nodes"
+    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "over micro-batches with nodes"
     assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
     assert (before.micro_batches, history.total.micro_batches) == (
         1,
         2,
-    ), "a total is not changed by what comes after it"
+    ), "later micro-batches do not change an earlier total"

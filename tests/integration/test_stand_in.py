@@ -1,6 +1,4 @@
-"""distca under the name of another attention: trainers with closed lists get it, and what it cannot
-keep is refused.
-"""
+"""distca under the name of another attention (`instead_of`), and the cases that are refused."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ from tiny_runs import losses, make_trainer, rows, settings, tiny_llama
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """Put back afterwards what standing in changes in the process."""
+def restore_attention() -> Iterator[None]:
+    """Restore afterwards all that `instead_of` changes in the process."""
     interfaces = [
         interface._global_mapping for interface in (AttentionInterface, AttentionMaskInterface)
     ]
@@ -56,15 +54,15 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    with restored():
+    with restore_attention():
         yield
 
 
-def trained(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool, str]:
-    """Losses and gradient norms of a run under a name, whether distca had figures, and the name
-    that the model has.
+def train_under_name(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool, str]:
+    """Train under a name; return losses and gradient norms, whether distca logged figures, and the
+    name in the model's config.
     """
-    with restored():
+    with restore_attention():
         if standing_in:
             hf_distca.configure(instead_of=name)
         trainer = make_trainer(name, rows(6), config=settings(), max_steps=3, bf16=False)
@@ -76,12 +74,10 @@ def trained(rank: int, name: str, standing_in: bool) -> tuple[list[float], bool,
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpa"])
-def test_a_trainer_that_takes_no_other_name_has_distca(rank_pool: RankPools, name: str) -> None:
-    """flash-attn is installed on no machine that runs this test: transformers must not look for
-    it.
-    """
-    plain = rank_pool(2)(trained, "sdpa", False)
-    ours = rank_pool(2)(trained, name, True)
+def test_instead_of_runs_distca_under_the_given_name(rank_pool: RankPools, name: str) -> None:
+    """flash-attn is not installed for this test, so transformers must not look for it."""
+    plain = rank_pool(2)(train_under_name, "sdpa", False)
+    ours = rank_pool(2)(train_under_name, name, True)
     for (wanted, without, _), (got, figures, seen) in zip(plain, ours, strict=True):
         assert got == pytest.approx(wanted, rel=1e-6)
         assert figures
@@ -89,7 +85,7 @@ def test_a_trainer_that_takes_no_other_name_has_distca(rank_pool: RankPools, nam
         assert seen == name
 
 
-def test_it_says_once_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_instead_of_warns_once_of_the_replaced_function(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_distca"):
         hf_distca.configure(instead_of="flash_attention_2")
         hf_distca.configure(instead_of="flash_attention_2")
@@ -105,12 +101,12 @@ def test_it_says_once_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None
     "name",
     ["eager", "flex_attention", "paged|sdpa", "kernels-community/flash-attn2", "", "distca2"],
 )
-def test_it_stands_in_for_no_attention_that_it_cannot_replace(name: str) -> None:
+def test_instead_of_an_unsupported_attention_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match="distca cannot stand in for"):
         hf_distca.configure(instead_of=name)
 
 
-def test_the_parts_of_a_model_that_have_it_are_known() -> None:
+def test_find_distca_configs_follows_the_replaced_name() -> None:
     hf_distca.configure(instead_of="flash_attention_2")
     model = tiny_llama("flash_attention_2")
     assert find_distca_configs(model) == [model.config]
@@ -122,28 +118,28 @@ def test_the_parts_of_a_model_that_have_it_are_known() -> None:
 
 
 def over_ranks(*args: Any, **kwargs: Any) -> Any:
-    """As packages write them that cut sequences over ranks."""
+    """Stand for the attention of a package that cuts sequences over ranks."""
     return distca_attention(*args, **kwargs)
 
 
-def wrapped_by_an_instance() -> None:
+def wrap_in_the_instance() -> None:
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = partial(over_ranks, causal=True)
 
 
-def wrapped_for_all() -> None:
+def wrap_for_all() -> None:
     AttentionInterface.register("flash_attention_2", over_ranks)
 
 
-def flash_attention_replaced() -> None:
+def replace_flash_attention() -> None:
     flash._flash_attention_forward = over_ranks
 
 
-CHANGES = [wrapped_by_an_instance, wrapped_for_all, flash_attention_replaced]
+CHANGES = [wrap_in_the_instance, wrap_for_all, replace_flash_attention]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("prepared", [True, False])
-def test_sequences_cut_by_somebody_else_are_refused(
+def test_attention_that_is_wrapped_after_instead_of_is_refused(
     change: Callable[[], None], prepared: bool
 ) -> None:
     hf_distca.configure(instead_of="flash_attention_2")
@@ -158,7 +154,7 @@ def test_sequences_cut_by_somebody_else_are_refused(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_stands_in_front_of_nobody_else(change: Callable[[], None]) -> None:
+def test_instead_of_a_wrapped_attention_is_refused(change: Callable[[], None]) -> None:
     change()
     with pytest.raises(
         UnsupportedError, match=r"test_stand_in\.over_ranks has been put in its place"
@@ -167,8 +163,8 @@ def test_it_stands_in_front_of_nobody_else(change: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("name", ["distca", "flash_attention_2"])
-def test_nothing_of_it_is_written_into_saved_configurations(tmp_path: Path, name: str) -> None:
-    """Also after training: a model goes to people who do not have the package."""
+def test_saved_configurations_do_not_name_distca(tmp_path: Path, name: str) -> None:
+    """A trained model must load without the package."""
     if name != "distca":
         hf_distca.configure(instead_of=name)
     trainer = make_trainer(name, rows(2), folder=str(tmp_path / "run"), max_steps=1)
@@ -184,9 +180,9 @@ def test_nothing_of_it_is_written_into_saved_configurations(tmp_path: Path, name
     assert again.config._attn_implementation == "sdpa"
 
 
-# Peft asks for it.
+# Peft reads a deprecated property.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_an_adapter_says_nothing_of_it_either(tmp_path: Path) -> None:
+def test_saved_adapter_does_not_name_distca(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the extra 'peft'")
     model = peft.get_peft_model(tiny_llama("distca"), peft.LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(tmp_path)

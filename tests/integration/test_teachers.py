@@ -1,6 +1,4 @@
-"""A second model on shares: a teacher under distca in evaluation mode is exact on any number of
-ranks, and one that would see only its rank's part of a document is refused by name.
-"""
+"""A teacher in evaluation mode is exact on shares, or is refused if it sees parts of documents."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from test_dealt import BATCHES, dealing, documents, gradients, model_for, settings, share
+from test_dealt import BATCHES, build_model, deal, draw_texts, get_gradients, make_share, settings
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import hf_distca
@@ -21,28 +19,28 @@ from hf_distca.integration.training.document_shares import wrap_trainers
 from ranks import RankPools
 from tiny_runs import SIZES
 
-# What the library knows of these batches: documents over ranks, and none.
+# Indices of a global batch with a cut document, and of a global batch of whole documents.
 CUT, WHOLE = 0, 3
 INPUTS = ("input_ids", "position_ids", "distca_documents")
 
 
-def aims_of(teacher: Any, **batch: Any) -> torch.Tensor:
+def predict(teacher: Any, **batch: Any) -> torch.Tensor:
     with torch.no_grad():
         return teacher(**batch, use_cache=False).logits.softmax(-1)
 
 
-def distance(student: Any, wanted: torch.Tensor, **batch: Any) -> torch.Tensor:
+def compare(student: Any, wanted: torch.Tensor, **batch: Any) -> torch.Tensor:
     return -(wanted * student(**batch, use_cache=False).logits.log_softmax(-1)).sum()
 
 
-def teacher_of(kind: str, implementation: str) -> Any:
-    """Another model than the student: in evaluation mode, with other weights."""
+def build(kind: str, implementation: str) -> Any:
+    """Build a teacher in evaluation mode, with other weights than the student."""
     if kind == "hybrid":
         kinds = {"layer_types": ["conv", "full_attention"]}
         config = Lfm2Config(**SIZES, **kinds, attn_implementation=implementation)
         teacher: Any = Lfm2ForCausalLM(config).double().eval()
     else:
-        teacher = model_for(kind, implementation).eval()
+        teacher = build_model(kind, implementation).eval()
     torch.manual_seed(1)
     for parameter in teacher.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -50,43 +48,49 @@ def teacher_of(kind: str, implementation: str) -> Any:
 
 
 def distill_alone(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and gradients of whole documents, one after another, under sdpa."""
-    student, teacher, losses = model_for("full", "sdpa"), teacher_of(kind, "sdpa"), []
+    """Distill on whole documents under sdpa; return losses and gradients."""
+    student, teacher, losses = build_model("full", "sdpa"), build(kind, "sdpa"), []
     for number in range(len(BATCHES)):
-        rows = [{"input_ids": text[None]} for text in documents(number)]
-        parts = [distance(student, aims_of(teacher, **row), **row) for row in rows]
+        rows = [{"input_ids": text[None]} for text in draw_texts(number)]
+        parts = [compare(student, predict(teacher, **row), **row) for row in rows]
         torch.stack(parts).sum().backward()
         losses.append(sum(part.item() for part in parts))
-    return losses, gradients(student)
+    return losses, get_gradients(student)
 
 
 def distill(
     rank: int, kind: str, ping_pong: bool, teacher_first: bool
 ) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     hf_distca.configure(settings(ping_pong=ping_pong))
-    student, teacher, losses = model_for("full", "distca"), teacher_of(kind, "distca"), []
-    made = dealing(2, "full", ping_pong=ping_pong)
+    student, teacher, losses = build_model("full", "distca"), build(kind, "distca"), []
+    made = deal(2, "full", ping_pong=ping_pong)
     for number in range(len(BATCHES)):
-        batch = {name: value for name, value in share(made, number, rank).items() if name in INPUTS}
+        batch = {
+            name: value for name, value in make_share(made, number, rank).items() if name in INPUTS
+        }
         if teacher_first:
-            loss = distance(student, aims_of(teacher, **batch), **batch)
+            loss = compare(student, predict(teacher, **batch), **batch)
         else:
             logits = student(**batch, use_cache=False).logits
-            loss = -(aims_of(teacher, **batch) * logits.log_softmax(-1)).sum()
+            loss = -(predict(teacher, **batch) * logits.log_softmax(-1)).sum()
         loss.backward()
         losses.append(loss.detach())
     sums = torch.stack(losses)
     dist.all_reduce(sums)
     for parameter in student.parameters():
         dist.all_reduce(parameter.grad)
-    return sums.tolist(), gradients(student), all(p.grad is None for p in teacher.parameters())
+    return (
+        sums.tolist(),
+        get_gradients(student),
+        all(p.grad is None for p in teacher.parameters()),
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "ping_pong", "teacher_first"),
     [("full", False, True), ("windows", True, False), ("hybrid", False, True)],
 )
-def test_a_teacher_in_evaluation_mode_is_exact(
+def test_teacher_in_evaluation_mode_gives_the_losses_of_whole_documents(
     rank_pool: RankPools, kind: str, ping_pong: bool, teacher_first: bool
 ) -> None:
     losses, grads = distill_alone(kind)
@@ -96,49 +100,51 @@ def test_a_teacher_in_evaluation_mode_is_exact(
         torch.testing.assert_close(found_grads, grads, rtol=1e-4, atol=1e-6)
 
 
-def mamba() -> Any:
-    """A model without attention."""
+def build_mamba() -> Any:
+    """Build a model without attention."""
     torch.manual_seed(0)
     config = FalconMambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
     return FalconMambaForCausalLM(config).eval()
 
 
-def compiled(teacher: Any) -> Any:
+def compile_teacher(teacher: Any) -> Any:
     return torch.compile(teacher, backend="eager")
 
 
-def compiled_in_place() -> Any:
-    teacher = teacher_of("full", "sdpa")
+def build_compiled_in_place() -> Any:
+    teacher = build("full", "sdpa")
     teacher.compile(backend="eager")
     return teacher
 
 
-def adapted() -> Any:
-    """A teacher whose adapters call `forward` of the model itself."""
-    return get_peft_model(teacher_of("full", "sdpa"), LoraConfig(r=2, task_type="CAUSAL_LM")).eval()
+def build_adapted() -> Any:
+    """Build a teacher whose adapter calls the model's `forward` directly."""
+    return get_peft_model(build("full", "sdpa"), LoraConfig(r=2, task_type="CAUSAL_LM")).eval()
 
 
 TEACHERS: dict[str, tuple[Callable[[], Any], tuple[str, ...], str]] = {
-    "sdpa": (lambda: teacher_of("full", "sdpa"), INPUTS, 'attn_implementation="sdpa"'),
-    "eager": (lambda: teacher_of("windows", "eager").train(), INPUTS, "eager"),
-    "sdpa, compiled": (lambda: compiled(teacher_of("full", "sdpa")), INPUTS, "LlamaForCausalLM"),
-    "sdpa, compiled in place": (compiled_in_place, INPUTS, "LlamaForCausalLM"),
-    "sdpa, adapter": (adapted, INPUTS, "LlamaForCausalLM"),
-    "mamba": (mamba, INPUTS, "FalconMambaForCausalLM"),
-    "its decoder": (lambda: teacher_of("full", "sdpa").model, INPUTS, "LlamaModel"),
-    "sdpa, positions": (lambda: teacher_of("full", "sdpa"), INPUTS[:2], "distca_documents"),
-    "distca, positions": (lambda: teacher_of("full", "distca"), INPUTS[:2], "distca_documents"),
+    "sdpa": (lambda: build("full", "sdpa"), INPUTS, 'attn_implementation="sdpa"'),
+    "eager": (lambda: build("windows", "eager").train(), INPUTS, "eager"),
+    "sdpa, compiled": (lambda: compile_teacher(build("full", "sdpa")), INPUTS, "LlamaForCausalLM"),
+    "sdpa, compiled in place": (build_compiled_in_place, INPUTS, "LlamaForCausalLM"),
+    "sdpa, adapter": (build_adapted, INPUTS, "LlamaForCausalLM"),
+    "mamba": (build_mamba, INPUTS, "FalconMambaForCausalLM"),
+    "its decoder": (lambda: build("full", "sdpa").model, INPUTS, "LlamaModel"),
+    "sdpa, positions": (lambda: build("full", "sdpa"), INPUTS[:2], "distca_documents"),
+    "distca, positions": (lambda: build("full", "distca"), INPUTS[:2], "distca_documents"),
 }
 
 
-def refused_teacher(rank: int, name: str) -> tuple[str, float]:
-    """What ends the first step with a cut document, after one with whole documents, and when."""
+def catch_refusal(rank: int, name: str) -> tuple[str, float]:
+    """Run a step of whole documents, then a step with a cut document; return the error and its
+    seconds.
+    """
     hf_distca.configure(settings())
     wrap_trainers()
     make, inputs, _ = TEACHERS[name]
-    student, teacher, made = model_for("full", "distca"), make(), dealing(2, "full")
+    student, teacher, made = build_model("full", "distca"), make(), deal(2, "full")
     hf_distca.prepare(student)
-    whole, cut = (share(made, number, rank) for number in (WHOLE, CUT))
+    whole, cut = (make_share(made, number, rank) for number in (WHOLE, CUT))
 
     def step(batch: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -153,17 +159,17 @@ def refused_teacher(rank: int, name: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("name", TEACHERS)
-def test_a_teacher_that_would_see_a_part_is_refused(rank_pool: RankPools, name: str) -> None:
-    for said, seconds in rank_pool(2)(refused_teacher, name):
+def test_teacher_that_sees_a_part_of_a_document_is_refused(rank_pool: RankPools, name: str) -> None:
+    for said, seconds in rank_pool(2)(catch_refusal, name):
         assert TEACHERS[name][2] in said, said
         assert 'attn_implementation="distca"' in said or "model(**inputs)" in said, said
-        assert seconds < 10, "the other rank is told at once"
+        assert seconds < 10, "the other rank gets the error at once"
 
 
-def parts_alone(rank: int) -> tuple[str, float]:
-    """What ends a step of which rank 1 cannot run the evaluation: a part without its beginning."""
+def catch_error_of_a_part(rank: int) -> tuple[str, float]:
+    """Evaluate a document without its beginning on rank 1; return the error and its seconds."""
     hf_distca.configure(settings())
-    model, began = model_for("full", "distca"), time.monotonic()
+    model, began = build_model("full", "distca"), time.monotonic()
     hf_distca.prepare(model)
     batch = {
         "input_ids": torch.ones(1, 10, dtype=torch.long),
@@ -180,7 +186,7 @@ def parts_alone(rank: int) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - began
 
 
-def test_a_rank_that_cannot_evaluate_tells_the_others(rank_pool: RankPools) -> None:
-    for said, seconds in rank_pool(2)(parts_alone):
+def test_error_of_evaluation_on_one_rank_reaches_all_ranks(rank_pool: RankPools) -> None:
+    for said, seconds in rank_pool(2)(catch_error_of_a_part):
         assert "a model in evaluation mode got" in said
         assert seconds < 10

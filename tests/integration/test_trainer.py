@@ -54,7 +54,7 @@ class Way:
 
 
 def train(rank: int, implementation: str, way: Way) -> tuple[list[dict], list[dict], int]:
-    """The log history, what reporters saw, and the number of dispatches."""
+    """Train; return the log history, the logs of a reporter, and the number of dispatches."""
     steps, reporter = 6, Reporter()
     trainer = make_trainer(
         implementation,
@@ -75,8 +75,8 @@ def train(rank: int, implementation: str, way: Way) -> tuple[list[dict], list[di
     return trainer.state.log_history, reporter.seen, dispatches()
 
 
-# In bfloat16 two orders of the same sums come so far apart in six steps: seen are 4e-4, and 9e-3
-# for norms of gradients.
+# In bfloat16, sums in another order differ after six steps: losses by up to 4e-4, and gradient
+# norms by up to 9e-3.
 CLOSE = {
     False: {"loss": 1e-4, "eval_loss": 1e-4, "grad_norm": 1e-4},
     True: {"loss": 1e-3, "eval_loss": 1e-3, "grad_norm": 2e-2},
@@ -93,12 +93,12 @@ ALWAYS = [Way(), Way(2, checkpointing=True, ping_pong=True, bf16=False)]
     ),
     ids=str,
 )
-def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: RankPools, way: Way) -> None:
+def test_trainer_has_the_losses_of_sdpa_and_logs_balance(rank_pool: RankPools, way: Way) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, way) for name in ("distca", "sdpa"))
     for (history, seen, sent), (reference, *_) in zip(ours, theirs, strict=True):
-        # Each of 6 steps: each micro-batch, 2 layers, a dispatch forward and one backward, of each
-        # half.
+        # Of 6 steps, each micro-batch has 2 layers; each half of a layer has a dispatch forward and
+        # backward.
         assert sent == 6 * way.accumulation * 4 * (2 if way.ping_pong else 1)
         assert len(history) == len(reference)
         for row, wanted in zip(history, reference, strict=True):
@@ -110,13 +110,11 @@ def test_same_losses_as_sdpa_and_balance_in_the_logs(rank_pool: RankPools, way: 
         assert all(row["distca/imbalance_estimated_after"] < 1.2 for row in logs)
         assert all(row["distca/exchanged_mb_per_layer"] > 0 for row in logs)
         assert [row.keys() >= FIGURES for row in seen if "loss" in row] == [True] * len(logs)
-    assert not any(row.keys() & FIGURES for row in theirs[0][0]), (
-        "nothing to report where distca did not run"
-    )
+    assert not any(row.keys() & FIGURES for row in theirs[0][0]), "sdpa has no figures to report"
 
 
-def report(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The log history, and what a reporter saw that was added before distca's callback."""
+def train_with_reporter(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train with a reporter before distca's callback; return the log history and reported logs."""
     reporter = Reporter()
     trainer = make_trainer(
         "distca",
@@ -133,8 +131,8 @@ def report(rank: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return trainer.state.log_history, reporter.seen
 
 
-def test_reporters_see_the_figures(rank_pool: RankPools) -> None:
-    for history, seen in rank_pool(2)(report):
+def test_reporter_added_before_the_callback_sees_the_figures(rank_pool: RankPools) -> None:
+    for history, seen in rank_pool(2)(train_with_reporter):
         logs = [row for row in history if "loss" in row]
         assert len(logs) == 2
         assert all(row.keys() >= FIGURES for row in logs)
@@ -145,7 +143,7 @@ def test_reporters_see_the_figures(rank_pool: RankPools) -> None:
             }
 
 
-def test_a_callback_that_finds_no_handler_says_what_is_missing(
+def test_callback_without_a_handler_warns_that_reporters_miss_the_figures(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hf_distca.DistCACallback(record=False).on_step_begin(None, TrainerState(), None)
@@ -154,9 +152,7 @@ def test_a_callback_that_finds_no_handler_says_what_is_missing(
 
 
 def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
-    """Exchanges of evaluation before training and of prediction after it, and whether the same
-    settings held throughout.
-    """
+    """Evaluate, train and predict; return dispatches, the log, and whether the session stayed."""
     callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
     hf_distca.configure()  # what another run left
     trainer = make_trainer(
@@ -186,25 +182,25 @@ def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     )
 
 
-def test_settings_hold_for_evaluation_before_training(rank_pool: RankPools) -> None:
+def test_settings_of_a_callback_apply_to_evaluation_before_training(rank_pool: RankPools) -> None:
     layers = 2
     for evaluated, trained, predicted, said, same in rank_pool(2)(evaluate_first, "in time"):
         assert (evaluated, trained, predicted) == (2 * layers, 2 * 2 * layers, layers)
         assert said == ""
-        assert same, "figures and costs stay, while settings do"
+        assert same, "the session keeps figures and costs while its settings stay"
 
 
-def test_a_callback_added_later_says_what_its_settings_missed(rank_pool: RankPools) -> None:
+def test_callback_added_late_logs_that_its_settings_begin_late(rank_pool: RankPools) -> None:
     layers = 2
     for evaluated, trained, predicted, said, _ in rank_pool(2)(evaluate_first, "late"):
         assert (evaluated, trained, predicted) == (layers, 2 * 2 * layers, layers), (
-            "all but the first batch"
+            "all batches except the first"
         )
         assert "its settings apply only from now on" in said
 
 
-def groups(rank: int) -> list[tuple[int, ...]]:
-    """The ranks that share attention, as settings and groups are given in turns."""
+def collect_groups(rank: int) -> list[tuple[int, ...]]:
+    """Give settings and groups in turn; return the ranks of each attention group."""
     own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp_shard"))["dp_shard"].get_group()
     found = []
 
@@ -218,16 +214,16 @@ def groups(rank: int) -> list[tuple[int, ...]]:
     assert current_session().config == settings()
     begin(hf_distca.DistCACallback(group=dist.group.WORLD))
     assert current_session().config == hf_distca.DistCAConfig(), (
-        "those of configure, not those of another callback"
+        "settings come from configure, not from another callback"
     )
     hf_distca.configure()
     begin(hf_distca.DistCACallback(settings(), group=own))
-    begin(hf_distca.DistCACallback(settings()))  # not that of the callback before
+    begin(hf_distca.DistCACallback(settings()))  # without the group of the previous callback
     return found
 
 
-def test_groups_given_to_the_callback_and_to_configure(rank_pool: RankPools) -> None:
-    for rank, found in enumerate(rank_pool(2)(groups)):
+def test_group_of_a_callback_overrides_the_group_of_configure(rank_pool: RankPools) -> None:
+    for rank, found in enumerate(rank_pool(2)(collect_groups)):
         assert found == [(rank,), (0, 1), (rank,), (0, 1)]
 
 
@@ -238,7 +234,7 @@ def test_groups_given_to_the_callback_and_to_configure(rank_pool: RankPools) -> 
         ("distca", "this process alone"),
     ],
 )
-def test_a_callback_with_nothing_to_do_says_so(
+def test_callback_with_nothing_to_do_logs_the_reason_once(
     implementation: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_trainer(implementation, rows(1), max_steps=1).train()

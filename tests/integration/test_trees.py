@@ -1,5 +1,5 @@
-"""Rollouts and preference pairs that share prefixes: one row of a tree against each sample alone,
-with TRL's packing and with parents.
+"""Samples that share prefixes: a row packed as a tree equals each sample alone, with TRL's packing
+and with `parents`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from test_stand_in import restored
+from test_stand_in import restore_attention
 from torch.nn.functional import log_softmax, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
@@ -30,12 +30,12 @@ from hf_distca.integration.current_session import current_session
 from ranks import RankPools
 from tiny_runs import COMMON, VOCABULARY, losses, make_tokenizer, settings, tiny_llama
 
-# By rank, groups of a prompt and its answers.
+# By rank: groups of a prompt and its answers, as numbers of tokens.
 GROUPS = [[(60, [50, 30, 40]), (9, [20, 3])], [(12, [6, 8])]]
 
 
 def draw_samples(rank: int) -> list[tuple[list[int], int, int]]:
-    """Tokens of each sample, tokens of its prompt, and its group; one answer forks in another."""
+    """Draw samples as (tokens, tokens of the prompt, group); one answer forks from another."""
     rng = random.Random(rank)
     found = []
     for group, (prompt, answers) in enumerate(GROUPS[rank]):
@@ -49,13 +49,13 @@ def draw_samples(rank: int) -> list[tuple[list[int], int, int]]:
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """A loss of GRPO's shape: the weighted log-probability of the targets."""
+    """Compute a loss like that of GRPO: the weighted log-probability of the targets."""
     chosen = log_softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
     return -(chosen * torch.linspace(0.5, 2, len(tokens)).double()).sum()
 
 
 def pack_tree(rank: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """TRL's row of a rank's samples, the places of their targets, and the targets."""
+    """Pack a rank's samples with TRL; return the batch, the places of targets, and the targets."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from trl.experimental.async_grpo.packing import TreeRow
@@ -79,7 +79,7 @@ def pack_tree(rank: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor], int]:
-    """Loss and gradients of a rank's samples, and bytes sent: as a tree of TRL's or of parents."""
+    """Train on a rank's samples, alone or as a tree; return loss, gradients and sent bytes."""
     with Float64Throughout():
         return _train(rank, form, world)
 
@@ -110,7 +110,7 @@ def _train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor],
 
 
 @pytest.mark.parametrize("form", ["TRL", "parents"])
-def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: RankPools) -> None:
+def test_samples_packed_as_a_tree_equal_each_sample_alone(form: str, rank_pool: RankPools) -> None:
     alone = [train(rank, "alone", 1) for rank in (0, 1)]
     found = rank_pool(2)(train, form, 2)
     assert all(sent for *_, sent in found)
@@ -126,7 +126,7 @@ def test_a_tree_is_as_each_sample_alone(form: str, rank_pool: RankPools) -> None
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
 
 
-def test_what_is_no_tree_is_refused() -> None:
+def test_inconsistent_trees_and_parents_are_refused() -> None:
     batch, *_ = pack_tree(0)
     batch["tree_kv_index"] = batch["tree_kv_index"].clone()
     batch["tree_kv_index"][-3] -= 1
@@ -149,14 +149,14 @@ def test_what_is_no_tree_is_refused() -> None:
 
 
 def test_distca_stands_in_for_the_attention_of_trl() -> None:
-    """TRL registers its own when a trainer is made, which is after distca."""
+    """TRL registers its attention after distca, when a trainer is made."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from trl.experimental.async_grpo import packing
 
     batch, places, _ = pack_tree(0)
     hf_distca.configure()
-    with restored():
+    with restore_attention():
         want = tiny_llama("distca")(**batch, use_cache=False).logits[0, places]
         hf_distca.configure(instead_of=packing.TREE_ATTENTION)
         packing.register_tree_attention()
@@ -165,9 +165,7 @@ def test_distca_stands_in_for_the_attention_of_trl() -> None:
 
 
 class TorchKernel:
-    """What TRL's attention asks of FlashAttention 3, which has no CPU: causal, aligned at the
-    bottom right.
-    """
+    """FlashAttention 3 on a CPU, as far as TRL needs: causal, aligned at the bottom right."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -186,7 +184,7 @@ class TorchKernel:
 
 
 class Rollouts:
-    """Rollouts that are there already; weights go nowhere."""
+    """A rollout worker with ready rollouts, which drops new weights."""
 
     def __init__(self) -> None:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -210,15 +208,16 @@ class Rollouts:
 
 
 def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], int]:
-    """Losses and gradient norms of TRL's Trainer that packs trees, and bytes sent: with its own
-    attention and no shared prefixes, or with distca.
+    """Train with TRL's AsyncGRPOTrainer; return losses and gradient norms, and sent bytes.
+
+    The attention is that of TRL without shared prefixes, or distca.
     """
-    with warnings.catch_warnings(), restored(), pytest.MonkeyPatch.context() as patch:
+    with warnings.catch_warnings(), restore_attention(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
 
         patch.setattr(packing, "_flash_attn", lambda: TorchKernel)
-        patch.setattr(torch.cuda, "get_device_name", lambda _: "CPU")  # it asks without a GPU, too
+        patch.setattr(torch.cuda, "get_device_name", lambda _: "CPU")  # TRL asks on CPUs, too
         hf_distca.configure(settings(), instead_of="tree_fa3" if form == "distca" else None)
         add = packing.TreeRow.add
 
@@ -247,8 +246,7 @@ def train_async_grpo(rank: int, folder: str, form: str) -> tuple[list[float], in
     return losses(trainer), current_session().meter.sent_bytes
 
 
-def test_the_trainer_of_trl_that_packs_trees(tmp_path: Path, rank_pool: RankPools) -> None:
-    """As without shared prefixes and distca: losses and gradient norms, in float32."""
+def test_async_grpo_on_trees_equals_separate_samples(tmp_path: Path, rank_pool: RankPools) -> None:
     tiny_llama("sdpa").save_pretrained(tmp_path)
     alone, ours = (
         rank_pool(2)(train_async_grpo, str(tmp_path), form) for form in ("alone", "distca")

@@ -1,6 +1,4 @@
-"""Kernels that run on a CPU, and the cases in which they are compared with dense softmax in float64
-with autograd, one task at a time.
-"""
+"""Kernels that run on a CPU, and the cases that compare them with dense softmax in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from hf_distca.kernels.varlen import VarlenKernel
 
 Tensors = dict[str, torch.Tensor]
 
-# A kernel that joins them is compared everywhere, with the scores that it supports.
+# Tests compare all of these kernels, each with the scores that it supports.
 KERNELS: dict[str, Callable[[], Kernel]] = {
     "reference": ReferenceKernel,
     "cpu": CpuKernel,
@@ -28,8 +26,8 @@ KERNELS: dict[str, Callable[[], Kernel]] = {
 }
 
 
-def supported_part(kernel: Kernel, scores: ScoreOptions) -> ScoreOptions:
-    """The scores without a window or softcap that the kernel says it does not support."""
+def keep_supported_scores(kernel: Kernel, scores: ScoreOptions) -> ScoreOptions:
+    """Remove from the scores a window or softcap that the kernel does not support."""
     for name in ("window", "softcap"):
         alone = ScoreOptions(scores.scale, **{name: getattr(scores, name)})
         case = KernelRequest(torch.device("cpu"), torch.float64, 64, 64, alone)
@@ -50,8 +48,8 @@ class PooledTasks:
 def case(
     *tasks: tuple[int, int, int, int], rows: int | None = None, keys: int | None = None
 ) -> PooledTasks:
-    """A case from (query start, query length, key start, key length) tuples; pools end with the
-    last task unless told.
+    """Make a case from (query start, query length, key start, key length) tuples. By default, pools
+    end with the last task.
     """
     columns = tuple(zip(*tasks, strict=True)) or ((), (), (), ())
     return PooledTasks(
@@ -82,8 +80,8 @@ CASES = {
     "rows but no keys": case(rows=4, keys=0),
 }
 
-# A scale of no head dim in SHAPES, so that a kernel that takes its own fails; a softcap below about
-# half of the pools' scores.
+# The scale belongs to no head dim in SHAPES, so a kernel that takes its own scale fails. The
+# softcap is below about half of the pools' scores.
 PLAIN = ScoreOptions(0.19)
 SCORES = {
     "plain": PLAIN,
@@ -111,9 +109,7 @@ SHAPES = {
 
 @st.composite
 def random_cases(draw: st.DrawFn) -> PooledTasks:
-    """Documents somewhere in the key pool, with some slices each, and rows in any order with
-    gaps.
-    """
+    """Draw slices of documents in the key pool, with rows in any order and gaps."""
     lengths = draw(st.lists(st.integers(1, 90), max_size=4))
     tasks: list[list[int]] = []
     keys = 0
@@ -134,11 +130,11 @@ def random_cases(draw: st.DrawFn) -> PooledTasks:
     )
 
 
-def random_pools(
+def draw_pools(
     case: PooledTasks, shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu"
 ) -> Tensors:
-    """q, k, v and the gradient of the output. Keys of rising size make wrong masks and wrong merges
-    stand out.
+    """Draw q, k, v and the gradient of the output. Keys grow along the pool, so wrong masks and
+    wrong merges stand out.
     """
     heads, key_heads, head_dim, value_head_dim = shape
     generator = torch.Generator().manual_seed(7)
@@ -157,22 +153,22 @@ def random_pools(
 
 
 def run_kernel(kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
-    """Everything a kernel computes."""
+    """Return all results of a kernel: outputs, log-sum-exps and gradients."""
     q, k, v = pools["q"], pools["k"], pools["v"]
     o, lse = kernel.forward(Operands(q, k, v), tasks, scores)
     dq, dk, dv = kernel.backward(BackwardInputs(pools["do"], q, o, lse, k, v), tasks, scores)
     return {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def runs_of(tasks: TaskBatch) -> Iterable[tuple[int, int, int, int]]:
-    """First row, rows, first key and keys of each task."""
+def list_runs(tasks: TaskBatch) -> Iterable[tuple[int, int, int, int]]:
+    """List the first row, the rows, the first key and the keys of each task."""
     return zip(
         tasks.query_start, tasks.query_length, tasks.key_start, tasks.key_length, strict=True
     )
 
 
-def seen(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which key each query row sees: (rows, keys)."""
+def make_mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Make the mask of the keys that each query row sees: (rows, keys)."""
     rows, keys = q.shape[0], k.shape[0]
     position = torch.arange(keys - rows, keys, device=q.device)[:, None]
     key = torch.arange(keys, device=q.device)
@@ -185,18 +181,18 @@ def _softmax(
     logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    logits = logits.masked_fill(~seen(q, k, scores.window), float("-inf"))
+    logits = logits.masked_fill(~make_mask(q, k, scores.window), float("-inf"))
     return torch.einsum("hqk,khv->qhv", logits.softmax(-1), v), logits.logsumexp(-1).T
 
 
 def _plain_sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: ScoreOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # One head dim, a multiple of 8: else torch falls back to float32 arithmetic, which is no
-    # measure for a half-precision kernel.
+    # Heads are padded to one multiple of 8. Otherwise torch computes in float32, which is too exact
+    # to be compared with a half-precision kernel.
     width = -(-max(q.shape[2], v.shape[2]) // 8) * 8
     heads_first = (pad(x, (0, width - x.shape[2])).transpose(0, 1)[None] for x in (q, k, v))
-    mask = seen(q, k, scores.window)
+    mask = make_mask(q, k, scores.window)
     o = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scores.scale)[0].transpose(
         0, 1
     )
@@ -214,7 +210,7 @@ def _by_task(
     lse = q.new_zeros(
         q.shape[:2], dtype=torch.float32 if q.dtype != torch.float64 else torch.float64
     )
-    for row, rows, key, keys in runs_of(tasks):
+    for row, rows, key, keys in list_runs(tasks):
         group = q.shape[1] // k.shape[1]
         k_task, v_task = (x[key : key + keys].repeat_interleave(group, 1) for x in (k, v))
         o_task, lse_task = attention(q[row : row + rows], k_task, v_task, scores)
@@ -227,23 +223,23 @@ def _by_task(
     return {"o": o.detach(), "lse": lse.detach(), **grads}
 
 
-def exact(pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
-    """The answer, in float64."""
+def compute_exact(pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
+    """Compute the results in float64."""
     return _by_task(_softmax, {name: x.double() for name, x in pools.items()}, tasks, scores)
 
 
-def plain(pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
-    """What torch makes of each task in the dtype of the pools: scaled_dot_product_attention with a
-    mask, which gives no lse.
+def compute_plain(pools: Tensors, tasks: TaskBatch, scores: ScoreOptions) -> Tensors:
+    """Compute each task with torch in the dtype of the pools.
 
-    That has no softcap: there it is single operations, as models do it without a kernel.
+    This is scaled_dot_product_attention with a mask, which gives no lse. With a softcap, it is
+    separate operations, as in models without a kernel.
     """
     return _by_task(_plain_sdpa if scores.softcap is None else _softmax, pools, tasks, scores)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, taken as 0.1 an element or more:
-    some gradients are 0.
+    """Return the norm of the difference over the expected norm. The latter counts as at least 0.1
+    per element, because some gradients are 0.
     """
     return (found.double() - expected).norm().item() / max(
         expected.norm().item(), 0.1 * expected.numel() ** 0.5, 1e-300
@@ -259,16 +255,16 @@ def check_close(found: Tensors, expected: Tensors, bound: float = 1e-10) -> None
 def check_exact(
     kernel: Kernel, pools: Tensors, tasks: TaskBatch, scores: ScoreOptions, bound: float = 1e-10
 ) -> Tensors:
-    """What a kernel computes, which is the answer."""
+    """Run a kernel, assert that its results are exact, and return them."""
     found = run_kernel(kernel, pools, tasks, scores)
-    check_close(found, exact(pools, tasks, scores), bound)
+    check_close(found, compute_exact(pools, tasks, scores), bound)
     return found
 
 
-def untouched(case: PooledTasks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of the rows and of the keys that no task reaches."""
+def make_untouched_masks(case: PooledTasks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make masks of the rows and the keys that no task reaches."""
     rows, keys = torch.ones(case.rows, dtype=torch.bool), torch.ones(case.keys, dtype=torch.bool)
-    for row, row_count, key, key_count in runs_of(case.tasks):
+    for row, row_count, key, key_count in list_runs(case.tasks):
         rows[row : row + row_count] = False
         keys[key : key + key_count] = False
     return rows, keys

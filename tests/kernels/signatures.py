@@ -1,6 +1,4 @@
-"""The argument names of functions that the kernels call, and where they were read. Names alone:
-what a call needs to fit.
-"""
+"""Argument names of the functions that kernels call, and the sources of these names."""
 
 from __future__ import annotations
 

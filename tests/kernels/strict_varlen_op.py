@@ -1,6 +1,4 @@
-"""A varlen op on the CPU that checks what the real ones take on trust, and keeps a record of its
-calls.
-"""
+"""A varlen op on the CPU that checks the inputs that real ops trust, and records its calls."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from hf_distca.kernels.varlen import Sequences
 
 
 class StrictVarlenOp:
-    """Rows without keys keep NaN for outputs, as some ops leave anything there.
+    """Leave NaN in outputs of rows without keys, as some ops leave any value there.
 
-    With `window_from_first_key`, backward counts rows from the first key to find a window, and from
-    the last to be causal.
+    With `window_from_first_key`, backward aligns windows with the first key, but the causal mask
+    with the last key.
     """
 
     width_multiple = 8
@@ -36,9 +34,9 @@ class StrictVarlenOp:
         lse = q.new_full(
             q.shape[:2], float("nan"), dtype=torch.promote_types(q.dtype, torch.float32)
         )
-        for rows, keys in _pieces(sequences):
-            logits, _ = _logits(q[rows], k[keys], scores)
-            o[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), _wide(v[keys], q)).to(
+        for rows, keys in _list_pieces(sequences):
+            logits, _ = _compute_logits(q[rows], k[keys], scores)
+            o[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), _widen(v[keys], q)).to(
                 q.dtype
             )
             lse[rows] = logits.logsumexp(-1).T
@@ -54,19 +52,19 @@ class StrictVarlenOp:
         self.calls.append({"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse})
         self.windows.append(scores.window)
         dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
-        for rows, keys in _pieces(sequences, empty=True):
+        for rows, keys in _list_pieces(sequences, empty=True):
             dq[rows], dk[keys], dv[keys] = 0, 0, 0
-        for rows, keys in _pieces(sequences):
-            logits, slope = _logits(
+        for rows, keys in _list_pieces(sequences):
+            logits, slope = _compute_logits(
                 q[rows], k[keys], scores, window_from_first_key=self.window_from_first_key
             )
             p = (logits - lse[rows].T[:, :, None]).exp()
             do_rows = do[rows].to(p.dtype)
-            dp = torch.einsum("qhd,khd->hqk", do_rows, _wide(v[keys], q))
+            dp = torch.einsum("qhd,khd->hqk", do_rows, _widen(v[keys], q))
             ds = p * (dp - (do_rows * o[rows].to(p.dtype)).sum(-1).T[:, :, None]) * slope
-            dq[rows] = torch.einsum("hqk,khd->qhd", ds, _wide(k[keys], q)).to(q.dtype)
-            dk[keys] = _summed(torch.einsum("hqk,qhd->khd", ds, q[rows].to(p.dtype)), k)
-            dv[keys] = _summed(torch.einsum("hqk,qhd->khd", p, do_rows), v)
+            dq[rows] = torch.einsum("hqk,khd->qhd", ds, _widen(k[keys], q)).to(q.dtype)
+            dk[keys] = _sum_groups(torch.einsum("hqk,qhd->khd", ds, q[rows].to(p.dtype)), k)
+            dv[keys] = _sum_groups(torch.einsum("hqk,qhd->khd", p, do_rows), v)
         return Grads(dq, dk, dv)
 
     def _check(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> None:
@@ -94,25 +92,25 @@ class StrictVarlenOp:
         assert (rows + keys > 0).all()
 
 
-def _pieces(sequences: Sequences, *, empty: bool = False) -> Iterator[tuple[slice, slice]]:
-    """Rows and keys of sequences that have both, or of those that have not."""
+def _list_pieces(sequences: Sequences, *, empty: bool = False) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and keys of sequences that have both; with `empty`, of all others."""
     rows, keys = sequences.cu_rows.tolist(), sequences.cu_keys.tolist()
     for i in range(len(rows) - 1):
         if (rows[i] == rows[i + 1] or keys[i] == keys[i + 1]) == empty:
             yield slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])
 
 
-def _wide(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _widen(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1).to(
         torch.promote_types(q.dtype, torch.float32)
     )
 
 
-def _logits(
+def _compute_logits(
     q: torch.Tensor, k: torch.Tensor, scores: ScoreOptions, *, window_from_first_key: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What goes into the softmax, and its derivative by the product of q and k."""
-    logits = torch.einsum("qhd,khd->hqk", _wide(q, q), _wide(k, q)) * scores.scale
+    """Return the logits and their derivative by the product of q and k."""
+    logits = torch.einsum("qhd,khd->hqk", _widen(q, q), _widen(k, q)) * scores.scale
     slope = torch.full_like(logits, scores.scale)
     if scores.softcap is not None:
         logits = torch.tanh(logits / scores.softcap)
@@ -126,5 +124,5 @@ def _logits(
     return logits.masked_fill(hidden, float("-inf")), slope
 
 
-def _summed(dx: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sum_groups(dx: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return dx.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)

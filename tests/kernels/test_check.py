@@ -1,6 +1,4 @@
-"""That the check before a kernel is taken on a GPU finds what kernels get wrong; here on the CPU,
-which computes the same.
-"""
+"""The check before the first use of a kernel finds wrong kernels; here it runs on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ EVERYTHING = {"o", "lse", "dq", "dk", "dv"}
 
 
 class Changed(StrictVarlenOp):
-    """An op that gets other scores than it was told, or gives other results than it has."""
+    """An op with changed scores or changed results."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class Changed(StrictVarlenOp):
 
 
 class Dense(StrictVarlenOp):
-    """Takes rows to lie one after another, whatever the strides are."""
+    """Ignore strides, as if rows were contiguous."""
 
     def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         q, k, v = pools
@@ -58,7 +56,7 @@ class Dense(StrictVarlenOp):
 
 
 class WrongRatio(StrictVarlenOp):
-    """Wrong where so many query heads share a key head."""
+    """Return wrong outputs if 8 query heads share a key head."""
 
     def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         o, lse = super().forward(pools, sequences, scores)
@@ -66,9 +64,7 @@ class WrongRatio(StrictVarlenOp):
 
 
 class TopLeft(StrictVarlenOp):
-    """The first row of a slice sees the first key: the alignment of other libraries' causal
-    masks.
-    """
+    """Align causal masks with the first key, as some libraries do."""
 
     def forward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         q, k, v = pools
@@ -84,7 +80,7 @@ class TopLeft(StrictVarlenOp):
 
 
 class LeftGaps(StrictVarlenOp):
-    """Writes no gradients where a sequence has no rows, or no keys."""
+    """Leave gradients unwritten where a sequence has no rows or no keys."""
 
     def backward(self, pools: Any, sequences: Sequences, scores: ScoreOptions) -> Any:
         grads = super().backward(pools, sequences, scores)
@@ -97,9 +93,7 @@ class LeftGaps(StrictVarlenOp):
 
 
 class Tf32(TorchDispatchMode):
-    """Tensor cores of a GPU with TF32 on: factors of a product of float32 matrices are rounded to
-    10 bits.
-    """
+    """Round factors of float32 matrix products to 10 bits, as tensor cores do with TF32."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -123,21 +117,21 @@ class Tf32(TorchDispatchMode):
         return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
 
 
-def halved(scores: ScoreOptions) -> ScoreOptions:
+def halve_scale(scores: ScoreOptions) -> ScoreOptions:
     return replace(scores, scale=scores.scale / 2)
 
 
-def next_window(scores: ScoreOptions) -> ScoreOptions:
+def widen_window(scores: ScoreOptions) -> ScoreOptions:
     return replace(scores, window=None if scores.window is None else scores.window + 1)
 
 
-def one_row_off(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def zero_last_row(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     for result in results:
         result[-1] = 0
     return results
 
 
-def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def insert_nan(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     results[-1][0, 0] = float("nan")
     return results
 
@@ -146,7 +140,7 @@ def not_a_number(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     ("dtype", "widths"), [(torch.bfloat16, (128, 64)), (torch.float16, (40, 40))], ids=str
 )
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW, SOFTCAP, ScoreOptions(0.1, 7, 30.0)])
-def test_right_kernels_pass(
+def test_correct_kernels_pass(
     dtype: torch.dtype, widths: tuple[int, int], scores: ScoreOptions
 ) -> None:
     case = KernelRequest(CPU, dtype, *widths, scores)
@@ -156,11 +150,11 @@ def test_right_kernels_pass(
 
 
 @pytest.mark.parametrize("scores", [PLAIN, WINDOW])
-def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: ScoreOptions) -> None:
+def test_an_exact_float32_kernel_passes_under_tf32(scores: ScoreOptions) -> None:
     case = KernelRequest(CPU, torch.float32, 64, 64, scores)
     with Tf32():
         assert mismatch_reason(CpuKernel(), case) is None
-        reason = mismatch_reason(ReferenceKernel(), case)  # whose own products are those of TF32
+        reason = mismatch_reason(ReferenceKernel(), case)  # its own products are in TF32
     assert reason is not None
     assert reason.startswith("its results on cpu are wrong: o by 0.000")
 
@@ -169,13 +163,13 @@ def test_an_exact_float32_kernel_passes_where_tf32_is_on(scores: ScoreOptions) -
     ("op", "scores", "named"),
     [
         (TopLeft(), PLAIN, EVERYTHING),
-        (Changed(halved), PLAIN, EVERYTHING),
+        (Changed(halve_scale), PLAIN, EVERYTHING),
         (Changed(lambda scores: replace(scores, window=None)), WINDOW, EVERYTHING),
-        (Changed(next_window), WINDOW, {"o", "dq", "dk", "dv"}),
+        (Changed(widen_window), WINDOW, {"o", "dq", "dk", "dv"}),
         (Changed(lambda scores: replace(scores, softcap=None)), SOFTCAP, {"o", "dq"}),
         (Dense(), PLAIN, {"o", "dq", "dk", "dv"}),
-        (Changed(results=one_row_off), PLAIN, {"o", "dq", "dk", "dv"}),
-        (Changed(results=not_a_number), PLAIN, {"lse", "dv"}),
+        (Changed(results=zero_last_row), PLAIN, {"o", "dq", "dk", "dv"}),
+        (Changed(results=insert_nan), PLAIN, {"lse", "dv"}),
     ],
 )
 def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: ScoreOptions, named: set[str]) -> None:
@@ -188,7 +182,7 @@ def test_wrong_kernels_are_found(op: StrictVarlenOp, scores: ScoreOptions, named
     assert named <= found
 
 
-def test_each_ratio_of_heads_is_other_code() -> None:
+def test_a_kernel_that_is_wrong_for_one_head_ratio_is_found() -> None:
     kernel = VarlenKernel(WrongRatio())
     found = {
         ratio: mismatch_reason(kernel, CASE._replace(gqa_ratio=ratio)) for ratio in (1, 2, 5, 8)
@@ -196,7 +190,7 @@ def test_each_ratio_of_heads_is_other_code() -> None:
     assert [ratio for ratio, reason in found.items() if reason is not None] == [8]
 
 
-def test_what_a_kernel_raises_is_the_reason() -> None:
+def test_the_error_of_a_kernel_is_the_mismatch_reason() -> None:
     class Other(StrictVarlenOp):
         def backward(self, *args: Any) -> Any:
             raise TypeError("got an unexpected keyword argument")
@@ -205,7 +199,7 @@ def test_what_a_kernel_raises_is_the_reason() -> None:
     assert reason == "its check on cpu raised TypeError: got an unexpected keyword argument"
 
 
-def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
+def test_out_of_memory_is_raised_and_is_no_mismatch_reason() -> None:
     class Full(StrictVarlenOp):
         def forward(self, *args: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -214,8 +208,7 @@ def test_a_device_that_is_full_says_nothing_of_a_kernel() -> None:
         mismatch_reason(VarlenKernel(Full()), CASE)
 
 
-def test_training_does_not_notice() -> None:
-    """Neither its random numbers nor its settings change anything, nor are they changed."""
+def test_check_ignores_torch_defaults_and_keeps_the_random_state() -> None:
     before = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
@@ -229,7 +222,7 @@ def test_training_does_not_notice() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_op_that_takes_no_gaps_is_found() -> None:
+def test_an_op_that_wrongly_claims_to_take_gaps_is_found() -> None:
     case = KernelRequest(CPU, torch.float32, 32, 32, PLAIN)
     assert mismatch_reason(VarlenKernel(StrictVarlenOp(takes_gaps=True)), case) is None
     assert mismatch_reason(VarlenKernel(LeftGaps()), case) is None, "tasks are gathered"

@@ -9,9 +9,9 @@ from dense_attention import (
     PLAIN,
     SCORES,
     SHAPES,
-    exact,
-    plain,
-    random_pools,
+    compute_exact,
+    compute_plain,
+    draw_pools,
     relative_error,
     run_kernel,
 )
@@ -44,9 +44,10 @@ def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: Sco
     reason = kernel.unsupported_reason(KernelRequest(CUDA, dtype, *SHAPES[shape][2:], scores))
     if reason is not None:
         pytest.skip(reason)
-    pools, tasks = random_pools(CASES[case], SHAPES[shape], dtype, "cuda"), CASES[case].tasks
+    pools, tasks = draw_pools(CASES[case], SHAPES[shape], dtype, "cuda"), CASES[case].tasks
     found, expected, baseline = (
-        run(pools, tasks, scores) for run in (partial(run_kernel, kernel), exact, plain)
+        run(pools, tasks, scores)
+        for run in (partial(run_kernel, kernel), compute_exact, compute_plain)
     )
     assert found["o"].dtype == dtype
     assert found["lse"].dtype == torch.float32
@@ -61,21 +62,23 @@ def check(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: Sco
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_batch(kernel: Kernel, case: str, scores: str, dtype: torch.dtype) -> None:
+def test_kernels_are_exact_in_every_batch(
+    kernel: Kernel, case: str, scores: str, dtype: torch.dtype
+) -> None:
     check(kernel, case, "GQA", dtype, SCORES[scores])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scores", ["plain", "window of 17", "softcap"])
-def test_every_shape(kernel: Kernel, shape: str, scores: str) -> None:
+def test_kernels_are_exact_for_every_shape(kernel: Kernel, shape: str, scores: str) -> None:
     check(kernel, "shared keys with gaps", shape, torch.bfloat16, SCORES[scores])
 
 
 @pytest.mark.parametrize("scores", ["plain", "window of 17"])
-def test_the_host_does_not_wait(kernel: Kernel, scores: str) -> None:
-    """From the first call for a batch on, when its index tensors are made."""
+def test_kernels_do_not_make_the_host_wait(kernel: Kernel, scores: str) -> None:
+    """This includes the first call for a batch, which makes its index tensors."""
     case = CASES["shared keys with gaps"]
-    pools = random_pools(case, SHAPES["GQA"], torch.bfloat16, "cuda")
+    pools = draw_pools(case, SHAPES["GQA"], torch.bfloat16, "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         run_kernel(kernel, pools, case.tasks, SCORES[scores])

@@ -1,6 +1,4 @@
-"""Devices, dtypes and shapes of the kernels for GPUs, on tensors of a GPU that is not there; every
-batch, and every kernel.
-"""
+"""Devices, dtypes and shapes of all GPU kernels, in every batch on an imitated GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ KERNELS = {
 
 
 class Interface:
-    """The functions of all the packages, for the shapes of what they return."""
+    """Imitate the functions of all packages; only the shapes of results are right."""
 
     @staticmethod
     def _outputs(
@@ -76,7 +74,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> V
     ],
     ids=str,
 )
-def test_results_are_where_and_what_they_should_be(
+def test_results_have_the_right_device_dtype_and_shape(
     kernel: VarlenKernel, dtype: torch.dtype, widths: tuple[int, int], cases: tuple[str, ...]
 ) -> None:
     width, value_width = widths
@@ -86,7 +84,7 @@ def test_results_are_where_and_what_they_should_be(
             is None
         )
         for case in map(CASES.__getitem__, cases):
-            tasks = replace(case.tasks)  # index tensors of the last GPU are not for this one
+            tasks = replace(case.tasks)  # without index tensors of an earlier imitated GPU
             made = {"dtype": dtype, "device": CUDA}
             q = torch.empty(case.rows, 4, width, **made)
             k, v = (
@@ -106,6 +104,6 @@ def test_results_are_where_and_what_they_should_be(
                 for found, like, expected in ((dq, q, dtype), (dk, k, wide), (dv, v, wide)):
                     assert (found.shape, found.dtype, found.device) == (like.shape, expected, CUDA)
                 assert pinned == made_once, (
-                    "index tensors go to the GPU in the first call for a batch alone"
+                    "index tensors go to the GPU only in the first call for a batch"
                 )
-                assert not (made_once and scores.window), "nor again with other scores"
+                assert not (made_once and scores.window), "not again with other scores"

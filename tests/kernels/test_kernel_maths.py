@@ -13,14 +13,14 @@ from dense_attention import (
     PooledTasks,
     Tensors,
     check_exact,
-    exact,
-    plain,
+    compute_exact,
+    compute_plain,
+    draw_pools,
+    keep_supported_scores,
+    make_untouched_masks,
     random_cases,
-    random_pools,
     relative_error,
     run_kernel,
-    supported_part,
-    untouched,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,28 +37,28 @@ GRID = [
     (kernel, scores)
     for kernel in KERNELS
     for scores in SCORES
-    if supported_part(KERNELS[kernel](), SCORES[scores]) == SCORES[scores]
+    if keep_supported_scores(KERNELS[kernel](), SCORES[scores]) == SCORES[scores]
 ]
 
 
 Answer = tuple[Tensors, Tensors, Tensors]
 
 
-def answer(
+def compute_answer(
     case: PooledTasks, shape: tuple[int, int, int, int], dtype: torch.dtype, scores: ScoreOptions
 ) -> Answer:
-    """Pools, what is right for them, and what torch makes of them in half precision."""
-    pools = random_pools(case, shape, dtype)
+    """Draw pools; return them, their exact results, and torch's results in half precision."""
+    pools = draw_pools(case, shape, dtype)
     return (
         pools,
-        exact(pools, case.tasks, scores),
-        {} if dtype in TOLERANCE else plain(pools, case.tasks, scores),
+        compute_exact(pools, case.tasks, scores),
+        {} if dtype in TOLERANCE else compute_plain(pools, case.tasks, scores),
     )
 
 
-@lru_cache(maxsize=32)  # the kernels take turns, each with all scores
-def known_answer(case: str, shape: str, dtype: torch.dtype, scores: str) -> Answer:
-    return answer(CASES[case], SHAPES[shape], dtype, SCORES[scores])
+@lru_cache(maxsize=32)  # kernels alternate, each with all scores
+def get_answer(case: str, shape: str, dtype: torch.dtype, scores: str) -> Answer:
+    return compute_answer(CASES[case], SHAPES[shape], dtype, SCORES[scores])
 
 
 def check(
@@ -73,15 +73,15 @@ def check(
     assert found["o"].is_contiguous()
     for name, like in {"o": "do", "dq": "q", "dk": "k", "dv": "v"}.items():
         assert found[name].shape == pools[like].shape, name
-    rows, keys = untouched(case)
+    rows, keys = make_untouched_masks(case)
     for name, mask in {"o": rows, "lse": rows, "dq": rows, "dk": keys, "dv": keys}.items():
         assert not found[name][mask].any(), name
     errors = {name: relative_error(found[name], expected[name]) for name in found}
     if dtype in TOLERANCE:
         assert max(errors.values()) <= TOLERANCE[dtype], errors
         return
-    # Exponentials of torch's CPU kernel are good to 20 bits in half precision: with a window of 1
-    # that is all of the error.
+    # In half precision, exponentials of torch's CPU kernel have 20 correct bits. With a window of 1
+    # there is no other error.
     assert errors.pop("lse") <= 5e-5
     for name, error in errors.items():
         assert error <= 2 * relative_error(baseline[name], expected[name]) + 1e-6, name
@@ -90,13 +90,15 @@ def check(
 @pytest.mark.parametrize(("kernel", "scores"), GRID)
 @pytest.mark.parametrize("case", in_turn(CASES, 3))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_every_batch(kernel: str, scores: str, case: str, dtype: torch.dtype) -> None:
+def test_kernels_are_exact_in_every_batch(
+    kernel: str, scores: str, case: str, dtype: torch.dtype
+) -> None:
     check(
         KERNELS[kernel](),
         CASES[case],
         dtype,
         SCORES[scores],
-        known_answer(case, "GQA", dtype, scores),
+        get_answer(case, "GQA", dtype, scores),
     )
 
 
@@ -107,14 +109,16 @@ def test_every_batch(kernel: str, scores: str, case: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
 )
-def test_every_shape(kernel: str, scores: str, shape: str, dtype: torch.dtype) -> None:
+def test_kernels_are_exact_for_every_shape(
+    kernel: str, scores: str, shape: str, dtype: torch.dtype
+) -> None:
     case = "shared keys with gaps"
     check(
         KERNELS[kernel](),
         CASES[case],
         dtype,
         SCORES[scores],
-        known_answer(case, shape, dtype, scores),
+        get_answer(case, shape, dtype, scores),
     )
 
 
@@ -125,22 +129,22 @@ def test_every_shape(kernel: str, scores: str, shape: str, dtype: torch.dtype) -
     softcap=st.none() | st.floats(0.5, 5),
 )
 @settings(max_examples=30, deadline=None)
-def test_random_batches(
+def test_kernels_are_exact_in_random_batches(
     kernel: str, case: PooledTasks, window: int | None, softcap: float | None
 ) -> None:
-    scores = supported_part(KERNELS[kernel](), ScoreOptions(0.19, window, softcap))
+    scores = keep_supported_scores(KERNELS[kernel](), ScoreOptions(0.19, window, softcap))
     check(
         KERNELS[kernel](),
         case,
         torch.float32,
         scores,
-        answer(case, SHAPES["MQA"], torch.float32, scores),
+        compute_answer(case, SHAPES["MQA"], torch.float32, scores),
     )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_strided_inputs(kernel: str) -> None:
-    """q, k and v cut out of one fused projection, and a gradient that autograd expanded."""
+def test_kernels_are_exact_for_strided_inputs(kernel: str) -> None:
+    """q, k and v are views of one fused projection, and the gradient is expanded."""
     case, (heads, width) = CASES["shared keys"], (2, 16)
     fused = torch.randn(case.rows, 3 * heads * width, dtype=torch.float64)
     q, k, v = (x.view(case.rows, heads, width) for x in fused.split(heads * width, -1))
@@ -154,17 +158,17 @@ def test_strided_inputs(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_scores_do_not_overflow(kernel: str) -> None:
     case = CASES["shared keys"]
-    pools = random_pools(case, SHAPES["GQA"], torch.float64)
+    pools = draw_pools(case, SHAPES["GQA"], torch.float64)
     pools["q"] *= 100
     check_exact(KERNELS[kernel](), pools, case.tasks, PLAIN, 1e-8)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_graph_is_recorded(kernel: str) -> None:
+def test_kernels_record_no_autograd_graph(kernel: str) -> None:
     case = CASES["shared keys"]
     pools = {
         name: x.requires_grad_()
-        for name, x in random_pools(case, SHAPES["GQA"], torch.float32).items()
+        for name, x in draw_pools(case, SHAPES["GQA"], torch.float32).items()
     }
     assert not any(
         x.requires_grad for x in run_kernel(KERNELS[kernel](), pools, case.tasks, PLAIN).values()
@@ -196,7 +200,7 @@ def test_tasks_outside_their_pools_are_refused(
 @pytest.mark.parametrize(
     ("k", "v"), [((10, 2, 16), (10, 2, 8)), ((10, 2, 8), (9, 2, 8)), ((10, 16), (10, 16))]
 )
-def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...]) -> None:
+def test_pools_of_mismatched_shapes_are_refused(k: tuple[int, ...], v: tuple[int, ...]) -> None:
     with pytest.raises(KernelError, match=r"got q \(10, 4, 8\), k \(10, "):
         CpuKernel().forward(
             Operands(torch.zeros(10, 4, 8), torch.zeros(k), torch.zeros(v)),
@@ -206,7 +210,9 @@ def test_pools_that_do_not_fit_are_refused(k: tuple[int, ...], v: tuple[int, ...
 
 
 @pytest.mark.parametrize("scores", SCORES)
-def test_the_reference_in_small_pieces(scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_exact_in_small_chunks(
+    scores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plain_torch, "_SCORES_PER_CHUNK", 1000)
     case = "shared keys with gaps"
     check(
@@ -214,21 +220,19 @@ def test_the_reference_in_small_pieces(scores: str, monkeypatch: pytest.MonkeyPa
         CASES[case],
         torch.float64,
         SCORES[scores],
-        known_answer(case, "GQA", torch.float64, scores),
+        get_answer(case, "GQA", torch.float64, scores),
     )
 
 
 def test_bfloat16_slices_round_as_little_as_one_call() -> None:
-    """The merge rounds once more than a single call does; the probabilities, rounded in either,
-    weigh more.
-    """
+    """Merging rounds once more than a single call; both round probabilities, which matters more."""
     length, cut = 2048, 1024
     sliced = PooledTasks(
         TaskBatch([0, cut], [cut, length - cut], [0, 0], [cut, length]), length, length
     )
     whole = TaskBatch([0], [length], [0], [length])
-    pools = random_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
-    expected = exact(pools, whole, PLAIN)
+    pools = draw_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
+    expected = compute_exact(pools, whole, PLAIN)
     merged, single = (
         run_kernel(CpuKernel(), pools, sliced.tasks, PLAIN),
         run_kernel(CpuKernel(), pools, whole, PLAIN),

@@ -1,6 +1,4 @@
-"""The page that says which family runs on which kernel on a GPU, against what is chosen for the
-heads of its config.
-"""
+"""docs/settings.md names the kernel that each family gets on a GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 FAMILIES = [name for group in families.PROVEN_GROUPS for name in families._TABLE[group]]
 
 
-def cases(name: str) -> list[KernelRequest]:
-    """What the layers of a family ask for, in bfloat16, as its default config says."""
+def list_requests(name: str) -> list[KernelRequest]:
+    """List the kernel requests of a family's layers in bfloat16, by its default config."""
     config = CONFIG_MAPPING[name]()
     softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     try:
@@ -41,20 +39,20 @@ def cases(name: str) -> list[KernelRequest]:
     ]
 
 
-def chosen(
+def group_families(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int, int] | None
 ) -> dict[tuple[str, ...], set[str]]:
-    """Families by the kernels of their layers, with this flash-attn."""
+    """Group families by the kernels of their layers, with this version of flash-attn."""
     monkeypatch.setattr(flash, "_find_version", lambda: installed)
     found = defaultdict(set)
     for name in FAMILIES:
-        if wanted := cases(name):
+        if wanted := list_requests(name):
             found[tuple(sorted({select_kernel("auto", case).name for case in wanted}))].add(name)
     return dict(found)
 
 
-def table() -> list[tuple[str, ...]]:
-    """Cells of the page's rows of families."""
+def read_table() -> list[tuple[str, ...]]:
+    """Read the cells of the page's table of families."""
     lines = PAGE.read_text().split("| families | ")[1].splitlines()[2:]
     rows = lines[: next(place for place, line in enumerate(lines) if not line.startswith("|"))]
     return [
@@ -63,18 +61,18 @@ def table() -> list[tuple[str, ...]]:
     ]
 
 
-def test_the_page_says_which_kernel_a_family_gets_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_page_names_the_gpu_kernel_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "mismatch_reason", lambda kernel, case: None)
     monkeypatch.setattr(kernels, "_select_once", kernels._select_once.__wrapped__)
-    alone, with_package = chosen(monkeypatch, None), chosen(monkeypatch, (2, 8, 3))
+    alone, with_package = group_families(monkeypatch, None), group_families(monkeypatch, (2, 8, 3))
     for kernel_names, column in ((alone, 2), (with_package, 3)):
         named: set[str] = set()
-        for row in table()[:-1]:
+        for row in read_table()[:-1]:
             members = set(row[0].split(", "))
             assert members <= kernel_names[tuple(row[column].split(" and "))], (row, kernel_names)
             named |= members
         rest = {key: members - named for key, members in kernel_names.items() if members - named}
-        assert set(rest) == {(table()[-1][column],)}, rest
+        assert set(rest) == {(read_table()[-1][column],)}, rest

@@ -1,6 +1,4 @@
-"""That the kernels around real varlen ops pass what these expect: imitations on the CPU with the
-ops' own argument lists.
-"""
+"""Kernels pass the arguments that varlen ops expect: CPU imitations have the ops' arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from dense_attention import CASES, SCORES, SHAPES, check_exact, random_pools
+from dense_attention import CASES, SCORES, SHAPES, check_exact, draw_pools
 from signatures import FLASH_ATTN_3, FLASH_ATTN_4
 from strict_varlen_op import StrictVarlenOp
 
@@ -37,12 +35,10 @@ KERNELS = (
 BACKWARD = torch.ops.aten._efficient_attention_backward
 
 
-def scores_of(
+def read_scores(
     scale: float, left: int, right: int, causal: bool, softcap: float = 0.0
 ) -> ScoreOptions:
-    """The flash-attention convention: keys [position - left, position + right], -1 for no limit,
-    `causal` caps the right.
-    """
+    """Read flash attention's options: keys [position - left, position + right], -1 for no limit."""
     assert causal
     assert left >= -1
     assert right == (-1 if left == -1 else 0)
@@ -52,7 +48,7 @@ def scores_of(
 def attend(
     op: StrictVarlenOp, pools: Sequence[Any], sequences: Sequences, scores: ScoreOptions
 ) -> tuple[Any, Any]:
-    """Outputs and, as the real functions have them, log-sum-exps by heads and rows."""
+    """Return outputs and log-sum-exps, (heads, rows) as in the real functions."""
     o, lse_TH = op.forward(Operands(*pools), sequences, scores)
     return o, lse_TH.T.contiguous()
 
@@ -64,7 +60,7 @@ def differentiate(
     sequences: Sequences,
     scores: ScoreOptions,
 ) -> tuple[Any, ...]:
-    """Gradients, of what came back from `attend` and the gradient of the outputs."""
+    """Compute gradients from the results of `attend` and the gradient of the outputs."""
     (do, o, lse_HT), (q, k, v) = results, pools
     assert lse_HT.is_contiguous()
     return op.backward(BackwardInputs(do, q, o, lse_HT.T, k, v), sequences, scores)
@@ -89,7 +85,7 @@ def aten_forward(
     assert dropout_p == 0
     assert not return_debug_mask
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
-    scores = scores_of(scale, left, right, is_causal)
+    scores = read_scores(scale, left, right, is_causal)
     sequences = Sequences(cum_seq_q, cum_seq_k, max_q, max_k)
     return *attend(OP, (q, k, v), sequences, scores), None, None, None
 
@@ -117,23 +113,21 @@ def aten_backward(
     assert dropout_p == 0
     assert rng_state.dtype == unused.dtype == torch.uint64
     left, right = (-1 if x is None else x for x in (window_size_left, window_size_right))
-    scores = scores_of(scale, left, right, is_causal)
+    scores = read_scores(scale, left, right, is_causal)
     sequences = Sequences(cum_seq_q, cum_seq_k, max_q, max_k)
     return differentiate(OP, (grad_out, out, logsumexp), (q, k, v), sequences, scores)
 
 
 class Efficient:
-    """Memory-efficient attention, with the arguments of torch's schema and what its sources say of
-    strides and padding.
+    """Memory-efficient attention with the arguments, strides and padding of torch's op.
 
-    Where torch 2.11 and 2.13 mask a window in backward (`kernel_backward.h` among the headers of a
-    wheel), they leave out by how much a sequence has more keys than rows. On a GPU, slices had
-    gradients that were 30 to 68 % off.
+    Masks of windows in backward of torch 2.11 and 2.13 (`kernel_backward.h` in a wheel) ignore that
+    a sequence has more keys than rows. On a GPU, gradients of slices were 30 to 68 % off.
     """
 
     def __init__(self) -> None:
         self.op = StrictVarlenOp(window_from_first_key=True)
-        self.padding: list[int] = []  # rows of log-sum-exps behind the last one of a sequence
+        self.padding: list[int] = []  # unused rows of log-sum-exps per sequence
 
     def forward(
         self,
@@ -226,9 +220,9 @@ EFFICIENT_OP = Efficient()
 
 
 class Interface:
-    """What the functions of all flash-attention packages have in common."""
+    """Common part of the imitated flash-attention packages."""
 
-    longest = 0  # a bound of at least so many rows and keys is said, which is not computed by
+    longest = 0  # smallest bound of rows and keys that a call may state
 
     def attend(self, options: dict[str, Any]) -> tuple[Any, Any]:
         return attend(OP, self._pools(options), *self._rest(options))
@@ -247,7 +241,7 @@ class Interface:
         return [options.pop(name) for name in "qkv"]
 
     def _rest(self, options: dict[str, Any]) -> tuple[Sequences, ScoreOptions]:
-        """Lengths and scores; nothing else may be left."""
+        """Read lengths and scores, and assert that no option is left."""
         rows, keys, *said = (
             options.pop(name)
             for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -255,7 +249,7 @@ class Interface:
         longest = [int(cu.diff().max()) for cu in (rows, keys)]
         assert said == [max(length, self.longest) for length in longest]
         left, right = (options.pop(f"window_size_{side}") for side in ("left", "right"))
-        scores = scores_of(
+        scores = read_scores(
             options.pop("softmax_scale"), left, right, options.pop("causal"), options.pop("softcap")
         )
         assert not options
@@ -297,7 +291,7 @@ class Interface3(Interface):
 
 
 class Interface4(Interface):
-    """FlashAttention 4: no limit is None, and the gradients are returned."""
+    """FlashAttention 4: None means no limit, and gradients are returned."""
 
     longest = 512
 
@@ -307,8 +301,8 @@ class Interface4(Interface):
         return *self.attend(self._limits(options)), None, None, None
 
     def _flash_attn_bwd(self, **options: Any) -> tuple[Any, ...]:
-        """On Hopper its kernel counts widths in units of 16 and those around it in units of 32: an
-        H200 gave gradients of queries that were 67 to 85 % off for heads of 16, 40 and 80.
+        """On Hopper, the main kernel counts widths in units of 16, the kernels around it in units
+        of 32: on an H200, query gradients were 67 to 85 % off for heads of 16, 40 and 80.
         """
         assert options.keys() <= set(FLASH_ATTN_4["_flash_attn_bwd"])
         assert {options[name].shape[2] % 32 for name in "qkv"} == {0}
@@ -340,20 +334,20 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 
 
 @pytest.mark.parametrize("scores", SCORES)
-def test_results(kernel: Kernel, scores: str) -> None:
+def test_kernels_of_imitated_ops_are_exact(kernel: Kernel, scores: str) -> None:
     if kernel.name in ("cuda", "efficient") and SCORES[scores].softcap is not None:
         pytest.skip("the op has no softcap; test_select_kernel has the refusal")
     check_results(kernel, "GQA", SCORES[scores])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_results_of_every_shape(kernel: Kernel, shape: str) -> None:
+def test_kernels_of_imitated_ops_are_exact_for_every_shape(kernel: Kernel, shape: str) -> None:
     check_results(kernel, shape, SCORES["plain"])
 
 
 def check_results(kernel: Kernel, shape: str, scores: ScoreOptions) -> None:
     case = CASES["shared keys with gaps"]
-    check_exact(kernel, random_pools(case, SHAPES[shape], torch.float64), case.tasks, scores)
+    check_exact(kernel, draw_pools(case, SHAPES[shape], torch.float64), case.tasks, scores)
 
 
 PADDED_SHAPES = ["GQA", "MQA", "odd head dim", "wide heads"]
@@ -365,7 +359,7 @@ PADDED_CASES = [
 ]
 
 
-# Every shape and every case runs, once.
+# Fast tests run every shape and every case once.
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -381,13 +375,13 @@ def test_memory_efficient_attention_gets_padded_log_sum_exps(
     monkeypatch.setattr(efficient, "efficient_attention_backward", EFFICIENT_OP.backward)
     EFFICIENT_OP.padding.clear()
     case = CASES[name]
-    pools = random_pools(case, SHAPES[shape], torch.float64)
+    pools = draw_pools(case, SHAPES[shape], torch.float64)
     # Rows that are not aligned.
     strided = {key: torch.nn.functional.pad(x, (0, 3))[..., :-3] for key, x in pools.items()}
     for scores in (SCORES["plain"], SCORES["window of 17"]):
         for given in (pools, strided):
             check_exact(efficient.EFFICIENT, given, replace(case.tasks), scores)
-        # Less than what a task's own rows take, and what rounding them up to 32 adds.
+        # Padding is less than half of the longest task, plus what rounding up to 32 adds.
         if scores.window is None:
             assert all(
                 rows < 31 + max(case.tasks.query_length) / 2 for rows in EFFICIENT_OP.padding
@@ -404,7 +398,7 @@ def test_efficient_imitation_takes_the_arguments_of_torch(imitation: Any) -> Non
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
+def test_the_installed_torch_takes_the_arguments_of_the_cuda_kernel(window: int | None) -> None:
     q, k = (
         torch.empty(size, dtype=torch.bfloat16, device="meta")
         for size in ((10, 4, 64), (20, 2, 64))
@@ -419,8 +413,8 @@ def test_the_installed_torch_takes_these_arguments(window: int | None) -> None:
     assert dk.shape == dv.shape == k.shape
 
 
-def source_of(package: str) -> Path | None:
-    """The file of the functions, where the package is installed: it is read, not imported."""
+def find_source(package: str) -> Path | None:
+    """Find the file of an installed package's functions, which is read, not imported."""
     if package == "flash_attn_3":
         spec = find_spec("flash_attn_interface")
         return None if spec is None or spec.origin is None else Path(spec.origin)
@@ -434,10 +428,10 @@ def source_of(package: str) -> Path | None:
 @pytest.mark.parametrize(
     ("package", "known"), [("flash_attn_3", FLASH_ATTN_3), ("flash_attn_4", FLASH_ATTN_4)]
 )
-def test_installed_sources_have_the_arguments_that_were_read(
+def test_installed_packages_have_the_arguments_in_signatures(
     package: str, known: dict[str, list[str]]
 ) -> None:
-    path = source_of(package)
+    path = find_source(package)
     if path is None:
         pytest.skip(f"{package} is not installed: its arguments are those of signatures.py")
     found = {

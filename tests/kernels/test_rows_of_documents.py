@@ -1,4 +1,4 @@
-"""Whole documents on the CPU, wherever they lie, and what a kernel keeps of a batch."""
+"""Whole documents at any place of their pools on the CPU, and what a kernel keeps of a batch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dense_attention import (
     PooledTasks,
     case,
     check_exact,
-    exact,
-    random_pools,
+    compute_exact,
+    draw_pools,
     relative_error,
     run_kernel,
 )
@@ -26,8 +26,8 @@ from hf_distca.kernels.base import Operands
 from hf_distca.kernels.cpu import CpuKernel
 
 
-def packed(*lengths: int) -> PooledTasks:
-    """Documents one after another."""
+def pack_documents(*lengths: int) -> PooledTasks:
+    """Make tasks of whole documents in a row."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return case(
         *((start, length, start, length) for start, length in zip(starts, lengths, strict=True))
@@ -35,9 +35,9 @@ def packed(*lengths: int) -> PooledTasks:
 
 
 @st.composite
-def some_documents(draw: st.DrawFn) -> PooledTasks:
-    """Whole documents, most of them short, in different orders in both pools and with gaps;
-    sometimes two share keys.
+def draw_documents(draw: st.DrawFn) -> PooledTasks:
+    """Draw whole, mostly short documents, in different orders and with gaps in both pools; two may
+    share keys.
     """
     lengths = draw(
         st.lists(st.sampled_from([1, 2, 5, 8, 8, 13, 16, 17, 64, 65, 65, 90]), max_size=9)
@@ -61,23 +61,23 @@ def some_documents(draw: st.DrawFn) -> PooledTasks:
 
 
 @given(
-    case=some_documents(),
+    case=draw_documents(),
     window=st.sampled_from([None, None, 8, 64]),
     loud=st.sampled_from([1.0, 60.0]),
 )
 @settings(max_examples=75, deadline=None)
-def test_any_documents(case: PooledTasks, window: int | None, loud: float) -> None:
+def test_whole_documents_are_exact(case: PooledTasks, window: int | None, loud: float) -> None:
     """With loud scores, exponentials of keys that a row does not see would overflow."""
     scores = ScoreOptions(0.19, window)
-    pools = random_pools(case, SHAPES["narrow values"], torch.float64)
+    pools = draw_pools(case, SHAPES["narrow values"], torch.float64)
     pools["q"] *= loud
     check_exact(CpuKernel(), pools, case.tasks, scores, 1e-9)
 
 
-def test_what_is_no_number_stays_in_its_document() -> None:
-    documents = packed(5, 8, 7, 6, 6)
-    pools = random_pools(documents, SHAPES["GQA"], torch.float64)
-    expected = exact(pools, documents.tasks, PLAIN)
+def test_nan_stays_in_its_document() -> None:
+    documents = pack_documents(5, 8, 7, 6, 6)
+    pools = draw_pools(documents, SHAPES["GQA"], torch.float64)
+    expected = compute_exact(pools, documents.tasks, PLAIN)
     broken = slice(5, 13)
     for name in pools:
         pools[name][broken] = float("nan")
@@ -87,11 +87,11 @@ def test_what_is_no_number_stays_in_its_document() -> None:
         assert relative_error(value, expected[name]) <= 1e-10, name
 
 
-def test_what_is_derived_from_a_batch_goes_with_it() -> None:
-    documents = packed(5, 8, 7, 40)
+def test_derived_data_is_reused_and_freed_with_its_batch() -> None:
+    documents = pack_documents(5, 8, 7, 40)
     tasks = replace(documents.tasks)
     kernel = CpuKernel()
-    pools = random_pools(documents, SHAPES["GQA"], torch.float32)
+    pools = draw_pools(documents, SHAPES["GQA"], torch.float32)
     run_kernel(kernel, pools, tasks, PLAIN)
     derived, held = dict(tasks.derived), weakref.ref(tasks)
     assert derived
@@ -101,8 +101,8 @@ def test_what_is_derived_from_a_batch_goes_with_it() -> None:
     assert held() is None
 
 
-def test_tasks_are_checked_once() -> None:
-    """Whatever the pools: thousands of documents cost each call nothing."""
+def test_tasks_of_a_batch_are_checked_once() -> None:
+    """Thousands of documents cost later calls nothing, also with other pools."""
 
     class Counted(tuple[int, ...]):
         read = 0

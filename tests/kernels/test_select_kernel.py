@@ -33,7 +33,7 @@ def select(name: Any, *case: Any, ratio: int = 2) -> Kernel:
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Modules of packages by name; all others cannot be imported."""
+    """Return the modules that can be imported, by name; all others cannot."""
     modules: dict[str, object] = {}
     monkeypatch.setattr(
         flash, "_import_once", lambda name: modules.get(name, ImportError("not here"))
@@ -42,8 +42,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests change what is installed, which a process does not."""
+def _forget_selections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget selections: tests change the installed packages, which a process does not."""
     monkeypatch.setattr(kernels, "_select_once", SELECTED.__wrapped__)
     kernels._check_once.cache_clear()
 
@@ -63,19 +63,19 @@ def _one_hopper(monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]) ->
     monkeypatch.setattr(flash, "_find_version", lambda: None)
 
 
-def test_auto_on_cpu() -> None:
+def test_auto_selects_by_scores_on_a_cpu() -> None:
     assert select("auto", CPU, torch.bfloat16, 64, 64, PLAIN).name == "cpu"
     assert select("auto", CPU, torch.float64, 24, 16, PLAIN).name == "cpu"
     assert select("auto", CPU, torch.float32, 64, 64, WINDOW).name == "cpu"
     assert select("auto", CPU, torch.float32, 64, 64, BOTH).name == "reference"
 
 
-def test_auto_on_other_devices() -> None:
+def test_auto_selects_the_reference_on_other_devices() -> None:
     assert select("auto", torch.device("mps"), torch.float32, 64, 64, PLAIN).name == "reference"
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_by_package_dtype_and_scores_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select("auto", CUDA, torch.bfloat16, 192, 128, PLAIN).name == "cuda"
     assert select("auto", CUDA, torch.float32, 64, 64, PLAIN).name == "efficient"
     assert select("auto", CUDA, torch.float16, 512, 512, PLAIN).name == "efficient"
@@ -87,7 +87,7 @@ def test_auto_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select("auto", CUDA, torch.bfloat16, 64, 64, BOTH).name == "reference"
 
 
-def test_a_named_kernel() -> None:
+def test_a_named_kernel_is_selected() -> None:
     assert select("reference", CPU, torch.float32, 64, 64, PLAIN).name == "reference"
     assert select("cpu", CPU, torch.float32, 64, 64, PLAIN) is select(
         "auto", CPU, torch.float32, 64, 64, PLAIN
@@ -124,17 +124,17 @@ def test_a_named_kernel() -> None:
         ),
     ],
 )
-def test_refusals(name: str, device: torch.device, dtype: torch.dtype, message: str) -> None:
+def test_unusable_kernels_are_refused(
+    name: str, device: torch.device, dtype: torch.dtype, message: str
+) -> None:
     with pytest.raises(KernelError, match=message):
         select(name, device, dtype, 64, 64, PLAIN)
 
 
-def test_flash_attn_4_alone_is_no_flash_attn(
+def test_flash_attn_4_alone_does_not_count_as_flash_attn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its package has `flash_attn.cute` and nothing above it, which Python takes for a
-    namespace.
-    """
+    """The package has only `flash_attn.cute`, so Python imports `flash_attn` as a namespace."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -149,7 +149,7 @@ def test_flash_attn_4_alone_is_no_flash_attn(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_reason_names_head_dim_dtype_or_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     case = KernelRequest(CUDA, torch.bfloat16, 256, 256, PLAIN)
     assert flash_reason(case) is None
     assert "up to 256, got 264" in str(flash_reason(case._replace(head_dim=264)))
@@ -162,10 +162,10 @@ def test_flash_attention_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)]
 )
-def test_head_dims_that_backward_has_on_some_gpus_only(
+def test_head_dims_are_refused_on_gpus_without_their_backward(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the others the op raises in backward, after a forward that ran."""
+    """On other GPUs, the op would raise in backward, after a successful forward."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
     everywhere = capability in ((8, 0), (9, 0), (10, 0))
@@ -180,7 +180,7 @@ def test_head_dims_that_backward_has_on_some_gpus_only(
         assert flash_reason(KernelRequest(CUDA, torch.bfloat16, head_dim, head_dim, PLAIN)) is None
 
 
-def test_every_kernel_can_be_set_and_is_on_the_page() -> None:
+def test_every_kernel_can_be_set_and_is_on_the_settings_page() -> None:
     names = ["auto", *(kernel.name for kernel, _ in kernels._KERNELS)]
     assert sorted(get_args(KernelName)) == sorted(names), (
         "KernelName (config.py) and _KERNELS (kernels/__init__.py) differ"
@@ -193,7 +193,7 @@ def test_every_kernel_can_be_set_and_is_on_the_page() -> None:
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_says_what_flash_attention_4_would_do(
+def test_the_log_suggests_flash_attention_4_on_hopper_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO, logger="hf_distca"):
@@ -213,7 +213,7 @@ def test_says_what_flash_attention_4_would_do(
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
 @pytest.mark.parametrize("case", ["named", "wrong"])
-def test_says_nothing_of_flash_attention_4_where_it_is_installed(
+def test_flash_attention_4_is_not_suggested_if_installed_or_unwanted(
     case: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,7 +234,7 @@ def test_says_nothing_of_flash_attention_4_where_it_is_installed(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_newer_flash_attentions_come_first_where_they_run(
+def test_auto_prefers_the_newest_flash_attention_that_runs(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
     monkeypatch.setattr(flash, "_find_version", lambda: (2, 8, 3))
@@ -250,14 +250,14 @@ def test_newer_flash_attentions_come_first_where_they_run(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen() == chosen(width=256) == "flash_attn_4"
     assert chosen(width=192) == "flash_attn", (
-        "not among the head dimensions of FlashAttention 4 there"
+        "FlashAttention 4 does not have this head dimension there"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert chosen() == "flash_attn"
 
 
-def test_flash_attention_3_goes_by_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built from its sources it is a module, from wheels it is in a package."""
+def test_flash_attention_3_is_imported_by_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds from source install a module, wheels a package."""
     functions = object()
 
     def imported(name: str) -> object:
@@ -292,7 +292,7 @@ def test_flash_attention_3_of_the_hub_is_loaded_on_request(monkeypatch: pytest.M
     monkeypatch.setattr(flash, "import_module", hub.__getitem__)
     monkeypatch.setattr(flash, "_import_once", cache(MODULE.__wrapped__))
     assert select("auto", CUDA, torch.bfloat16, 64, 64, PLAIN).name == "cuda"
-    assert not asked, "nothing is downloaded unasked"
+    assert not asked, "auto downloads nothing"
     assert select(name, CUDA, torch.bfloat16, 64, 64, BOTH) is flash.FLASH_ATTN_3_HUB
     assert flash._import_once(name) is functions
     assert asked == [(name, 1)]
@@ -300,10 +300,10 @@ def test_flash_attention_3_of_the_hub_is_loaded_on_request(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_one_hopper", "_new_log")
-def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
+def test_a_kernel_that_fails_its_check_is_not_selected(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
-    """It is checked once a case; whether there is a window, and a softcap, makes a case."""
+    """Each case is checked once; a window or a softcap makes another case."""
     checked: list[tuple[str, bool]] = []
 
     def wrong(kernel: Kernel, case: KernelRequest) -> str | None:
@@ -343,7 +343,7 @@ def test_a_kernel_that_is_wrong_on_the_gpu_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
+def test_a_kernel_whose_variants_do_not_compile_is_not_selected(
     monkeypatch: pytest.MonkeyPatch, packages: dict[str, object]
 ) -> None:
     packages["flash_attn.cute.interface"] = object()
@@ -362,10 +362,10 @@ def test_a_kernel_whose_variants_do_not_compile_is_not_taken(
 
 
 @pytest.mark.usefixtures("_one_hopper")
-def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels have other code for them: one that is wrong for a ratio is passed over where a model
-    has that ratio.
-    """
+def test_kernels_are_checked_once_per_head_ratio_and_determinism(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels have separate code for each; one that is wrong for a ratio is skipped only there."""
     checked: list[int] = []
 
     def wrong(kernel: Kernel, case: KernelRequest) -> str | None:
@@ -382,13 +382,13 @@ def test_head_ratio_and_determinism_are_checked_once(monkeypatch: pytest.MonkeyP
         "flash_attn",
         "cuda",
     ] * 2
-    assert checked == [1, 4, 8, 8], "the last one with the kernel 'cuda'"
+    assert checked == [1, 4, 8, 8], "the second check of 8 is that of the kernel 'cuda'"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert [chosen(1), chosen(1)] == ["flash_attn"] * 2
     assert checked == [1, 4, 8, 8, 1]
 
 
-def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_softcap_refuse_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         KernelError,
         match=r"tensors on cpu with window and softcap, .*CPU kernel has no softcap. Set kernel=",
@@ -403,7 +403,7 @@ def test_softcap_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_new_log")
-def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_selected_kernel_is_logged_once_per_case(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_distca"):
         for dtype in (torch.float32, torch.float32, torch.bfloat16):
             select("auto", CPU, dtype, 64, 64, PLAIN)
@@ -432,7 +432,7 @@ def test_says_once_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     ],
     ids=["a Hopper that has it", "an Ampere"],
 )
-def test_a_softcap_asks_for_the_kernel_of_the_gpu(
+def test_the_advice_for_a_softcap_depends_on_the_gpu(
     capability: tuple[int, int],
     package: ImportError | None,
     advice: str,
@@ -447,7 +447,7 @@ def test_a_softcap_asks_for_the_kernel_of_the_gpu(
 
 
 @pytest.mark.usefixtures("_new_log", "_one_hopper")
-def test_warns_of_the_reference_on_a_gpu(
+def test_the_reference_on_a_gpu_causes_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO, logger="hf_distca"):

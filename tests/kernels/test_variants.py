@@ -1,4 +1,4 @@
-"""Nothing is compiled after the first step: a stand-in of FlashAttention 4 that counts."""
+"""FlashAttention 4 compiles nothing after the first step; a stand-in counts compilations."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ BLOCK = 128
 
 
 class Interface:
-    """FlashAttention 4's functions with keys as 4.0.0b36 has them, for what calls of one kind of
-    layers differ in.
-    """
+    """Imitate FlashAttention 4.0.0b36: compile keys hold what differs between calls of a layer."""
 
     BIN_BATCH_SEARCH_THRESH = 256
 
@@ -89,7 +87,7 @@ class Interface:
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Makes an object the package, with nothing compiled in this process yet."""
+    """Return a function that installs an object as the package, with nothing compiled yet."""
 
     def taken(module: Any) -> None:
         monkeypatch.setattr(flash, "_import_once", lambda name: module)
@@ -102,14 +100,14 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
 @pytest.fixture
 def package(take: Callable[[Any], None]) -> Iterator[Any]:
-    """The stand-in, which launches nothing."""
+    """Install the stand-in, which launches nothing."""
     take(module := Interface())
     with FakeTensorMode():
         yield module
 
 
 def attend(case: KernelRequest, tasks: TaskBatch, rows: int, keys: int, key_heads: int = 2) -> None:
-    """One layer of tasks, forward and backward."""
+    """Run one layer of tasks forward and backward."""
     heads = case.gqa_ratio * key_heads
     q, do = (
         torch.empty(rows, heads, n, dtype=case.dtype) for n in (case.head_dim, case.value_head_dim)
@@ -123,9 +121,7 @@ def attend(case: KernelRequest, tasks: TaskBatch, rows: int, keys: int, key_head
 
 
 def run(case: KernelRequest, lengths: list[list[int]]) -> None:
-    """What the ranks of a plan call in a layer: their own tasks, and those that arrive, by heads as
-    well.
-    """
+    """Run a layer on all ranks of a plan: own tasks and arrived tasks, also by head groups."""
     layout, shape = (
         Layout.from_lengths(lengths),
         AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2),
@@ -147,10 +143,8 @@ def run(case: KernelRequest, lengths: list[list[int]]) -> None:
                 attend(case, *batch)
 
 
-def one_call(lengths: tuple[int, ...], keys: int = 0) -> tuple[TaskBatch, int, int]:
-    """Documents one after another, whose last rows alone are tasks where `keys` come before
-    them.
-    """
+def make_batch(lengths: tuple[int, ...], keys: int = 0) -> tuple[TaskBatch, int, int]:
+    """Make a batch of documents in a row; each has `keys` more keys before those of its rows."""
     starts, key_starts = (
         [sum(n + more for n in lengths[:i]) for i in range(len(lengths))] for more in (0, keys)
     )
@@ -165,7 +159,7 @@ MANY = st.tuples(st.integers(250, 300), st.integers(1, 3))
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_plans_of_random_layouts_compile_nothing_more(case: KernelRequest) -> None:
+def test_plans_of_random_layouts_compile_nothing_late(case: KernelRequest) -> None:
     assert variants.compile_failure_reason(flash.FLASH_ATTN_4, case) is None
 
     @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -177,12 +171,12 @@ def test_plans_of_random_layouts_compile_nothing_more(case: KernelRequest) -> No
 
     check()
     for tasks in (
-        one_call((1,)),
-        one_call((128,)),
-        one_call((64, 1)),
-        one_call((1,), 127),
-        one_call((1,) * 300),
-        one_call((1,), 9000),
+        make_batch((1,)),
+        make_batch((128,)),
+        make_batch((64, 1)),
+        make_batch((1,), 127),
+        make_batch((1,) * 300),
+        make_batch((1,), 9000),
     ):
         for key_heads in (1, 2, 8):
             attend(case, *tasks, key_heads)
@@ -191,10 +185,9 @@ def test_plans_of_random_layouts_compile_nothing_more(case: KernelRequest) -> No
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("left_out", ["windows", "long calls", "blocks"])
-def test_each_kind_of_variant_has_to_be_foreseen(
+def test_a_step_compiles_variants_that_were_not_compiled_ahead(
     left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one of them, something is compiled in a step."""
     case = CASES["window"]
     if left_out == "long calls":
         monkeypatch.setattr(variants, "_list_sequence_counts", lambda: (2,))
@@ -203,13 +196,13 @@ def test_each_kind_of_variant_has_to_be_foreseen(
             flash.FLASH_ATTN_4._op, "_package", flash.replace(flash._FLASH_ATTN_4, least_longest=0)
         )
     variants.compile_variants(flash.FLASH_ATTN_4, CASES["plain"] if left_out == "windows" else case)
-    attend(case, *one_call((900,)))
-    attend(case, *one_call((900,) * 2 + (1,) * 300))
-    attend(case, *one_call((1,)))
+    attend(case, *make_batch((900,)))
+    attend(case, *make_batch((900,) * 2 + (1,) * 300))
+    attend(case, *make_batch((1,)))
     assert variants.count_late_compiles() > 0
 
 
-def test_ahead_is_said_and_counted_and_warnings_are_not(
+def test_compilation_ahead_is_logged_and_its_warnings_are_hidden(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, take: Callable[[Any], None]
 ) -> None:
     take(Interface(warning="a compiler's own"))
@@ -223,11 +216,11 @@ def test_ahead_is_said_and_counted_and_warnings_are_not(
     assert "compiled or loaded 8 functions for heads of 128" in end
     assert variants.count_late_compiles() == 0
     with pytest.warns(UserWarning, match="a compiler's own"):
-        attend(CASES["narrow heads"], *one_call((10,)))
+        attend(CASES["narrow heads"], *make_batch((10,)))
     assert variants.count_late_compiles() == 2
 
 
-def test_variants_that_cannot_be_compiled_are_a_reason(take: Callable[[Any], None]) -> None:
+def test_a_failed_compilation_is_a_reason_against_the_kernel(take: Callable[[Any], None]) -> None:
     interface = Interface()
     plain = interface._flash_attn_bwd
 
@@ -246,11 +239,11 @@ def test_variants_that_cannot_be_compiled_are_a_reason(take: Callable[[Any], Non
 
 
 @pytest.mark.parametrize(("set_before", "expected"), [(None, "1"), ("0", "0")])
-def test_the_cache_on_disk_is_asked_for_before_the_import(
+def test_the_import_enables_the_disk_cache_unless_it_is_set(
     set_before: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, seen = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", []
-    monkeypatch.setenv(name, "")  # so that it is as before afterwards
+    monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.delenv(name)
     if set_before is not None:
         monkeypatch.setenv(name, set_before)

@@ -12,8 +12,8 @@ from dense_attention import (
     PooledTasks,
     case,
     check_exact,
+    draw_pools,
     random_cases,
-    random_pools,
     run_kernel,
 )
 from hypothesis import given
@@ -26,19 +26,21 @@ from hf_distca.kernels.efficient import EFFICIENT
 from hf_distca.kernels.varlen import VarlenKernel
 
 
-def calls(case: PooledTasks) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+def record_calls(
+    case: PooledTasks,
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     op = StrictVarlenOp()
-    pools = random_pools(case, SHAPES["GQA"], torch.float32)
+    pools = draw_pools(case, SHAPES["GQA"], torch.float32)
     run_kernel(VarlenKernel(op), pools, case.tasks, PLAIN)
     return pools, op.calls
 
 
-def pools(rows: int, keys: int) -> Operands:
+def make_pools(rows: int, keys: int) -> Operands:
     return Operands(torch.empty(rows, 2, 8), *(torch.empty(keys, 1, 8) for _ in "kv"))
 
 
 def test_packed_documents_are_not_copied() -> None:
-    pools, (forward, backward) = calls(CASES["whole documents"])
+    pools, (forward, backward) = record_calls(CASES["whole documents"])
     for call in (forward, backward):
         assert all(call[name].data_ptr() == pools[name].data_ptr() for name in "qkv")
         assert call["q"].shape == pools["q"].shape
@@ -47,11 +49,11 @@ def test_packed_documents_are_not_copied() -> None:
 
 @pytest.mark.parametrize("takes_gaps", [False, True])
 def test_packed_documents_are_one_call_of_whole_pools(takes_gaps: bool) -> None:
-    """The bounds of rows and keys are one tensor."""
+    """Rows and keys share one tensor of bounds."""
     lengths, starts = (3, 5, 2), (0, 3, 8)
     op = StrictVarlenOp(takes_gaps=takes_gaps)
     (call,) = VarlenKernel(op)._get_calls(
-        TaskBatch(starts, lengths, starts, lengths), pools(10, 10)
+        TaskBatch(starts, lengths, starts, lengths), make_pools(10, 10)
     )
     assert call.rows == call.keys == varlen._PoolRows(0, 10, None)
     assert call.gaps is None
@@ -61,16 +63,16 @@ def test_packed_documents_are_one_call_of_whole_pools(takes_gaps: bool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(11, 10), (10, 11)], ids=["a row more", "a key more"])
-def test_pools_beyond_packed_documents_are_not_taken_whole(sizes: tuple[int, int]) -> None:
+def test_calls_omit_rows_and_keys_beyond_packed_documents(sizes: tuple[int, int]) -> None:
     lengths, starts = (3, 5, 2), (0, 3, 8)
     (call,) = VarlenKernel(StrictVarlenOp())._get_calls(
-        TaskBatch(starts, lengths, starts, lengths), pools(*sizes)
+        TaskBatch(starts, lengths, starts, lengths), make_pools(*sizes)
     )
     assert (call.rows.length, call.keys.length) == (10, 10)
 
 
-def test_slices_of_one_document_are_views() -> None:
-    pools, found = calls(CASES["shared keys"])
+def test_slices_of_one_document_are_not_copied() -> None:
+    pools, found = record_calls(CASES["shared keys"])
     assert len(found) == 6
     for call, row in zip(found, (0, 40, 73, 0, 40, 73), strict=True):
         assert call["q"].data_ptr() == pools["q"][row:].data_ptr()
@@ -78,21 +80,19 @@ def test_slices_of_one_document_are_views() -> None:
 
 
 def test_tasks_with_gaps_are_gathered() -> None:
-    pools, found = calls(case((0, 5, 0, 9), (8, 5, 20, 9)))
+    pools, found = record_calls(case((0, 5, 0, 9), (8, 5, 20, 9)))
     assert [call["q"].shape[0] for call in found] == [10, 10]
     assert torch.equal(found[0]["k"], torch.cat([pools["k"][:9], pools["k"][20:29]]))
 
 
 @pytest.mark.parametrize("scores", [PLAIN, ScoreOptions(0.1, window=7)], ids=["plain", "window"])
-def test_gaps_are_sequences_where_the_op_takes_them(scores: ScoreOptions) -> None:
-    """The call is over the whole pools, though neither rows nor keys lie one after another, and
-    rows of no task get 0.
-    """
+def test_an_op_that_takes_gaps_gets_them_as_sequences(scores: ScoreOptions) -> None:
+    """One call covers the whole pools despite their gaps, and rows of no task get 0."""
     op, gapped = (
         StrictVarlenOp(takes_gaps=True),
         PooledTasks(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31),
     )
-    pools = random_pools(gapped, SHAPES["GQA"], torch.float64)
+    pools = draw_pools(gapped, SHAPES["GQA"], torch.float64)
     results = check_exact(VarlenKernel(op), pools, gapped.tasks, scores, 1e-12)
     assert len(op.calls) == 2
     assert all(
@@ -104,7 +104,7 @@ def test_gaps_are_sequences_where_the_op_takes_them(scores: ScoreOptions) -> Non
 
 @given(case=random_cases())
 def test_random_batches_with_gaps_are_exact(case: PooledTasks) -> None:
-    pools = random_pools(case, SHAPES["GQA"], torch.float64)
+    pools = draw_pools(case, SHAPES["GQA"], torch.float64)
     check_exact(VarlenKernel(StrictVarlenOp(takes_gaps=True)), pools, case.tasks, PLAIN)
 
 
@@ -117,8 +117,8 @@ def test_random_batches_with_gaps_are_exact(case: PooledTasks) -> None:
         ("whole documents out of order", 1),
     ],
 )
-def test_number_of_calls(name: str, count: int) -> None:
-    assert len(calls(CASES[name])[1]) == 2 * count
+def test_a_batch_takes_as_few_calls_as_possible(name: str, count: int) -> None:
+    assert len(record_calls(CASES[name])[1]) == 2 * count
 
 
 @given(case=random_cases(), kernel=st.sampled_from([VarlenKernel(StrictVarlenOp()), EFFICIENT]))
@@ -142,9 +142,7 @@ def test_calls_hold_every_task_once_and_no_key_twice(
 
 
 def test_key_gradients_are_summed_in_float32() -> None:
-    """256 equal contributions of 1 to one key: a bfloat16 sum of them would stop growing at 256 at
-    best.
-    """
+    """400 rows add 1 to one key; a sum in bfloat16 would stop growing at 256."""
     tasks = TaskBatch(list(range(400)), [1] * 400, [0] * 400, [1] * 400)
     ones = torch.ones(400, 1, 8, dtype=torch.bfloat16)
     kernel = VarlenKernel(StrictVarlenOp())
@@ -154,7 +152,7 @@ def test_key_gradients_are_summed_in_float32() -> None:
     assert dv[0, 0].tolist() == [400.0] * 8
 
 
-def test_index_tensors_are_built_once_and_go_with_their_batch(
+def test_index_tensors_are_built_once_and_freed_with_their_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built: list[torch.Tensor] = []
@@ -164,7 +162,7 @@ def test_index_tensors_are_built_once_and_go_with_their_batch(
     )
     shared = CASES["shared keys with gaps"]
     tasks = replace(shared.tasks)
-    pools = random_pools(shared, SHAPES["GQA"], torch.float32)
+    pools = draw_pools(shared, SHAPES["GQA"], torch.float32)
     kernel = VarlenKernel(StrictVarlenOp())
     run_kernel(kernel, pools, tasks, PLAIN)
     first = len(built)
@@ -181,21 +179,21 @@ def test_index_tensors_are_built_once_and_go_with_their_batch(
 @pytest.mark.parametrize(
     ("window", "seen"), [(None, None), (1, 1), (149, 149), (150, None), (2**40, None)]
 )
-def test_a_window_that_hides_nothing_is_none(window: int | None, seen: int | None) -> None:
+def test_a_window_that_hides_nothing_is_dropped(window: int | None, seen: int | None) -> None:
     """The longest task has 150 keys."""
     op, tasks = StrictVarlenOp(), TaskBatch((0, 20), (20, 30), (0, 20), (20, 150))
     run_kernel(
         VarlenKernel(op),
-        random_pools(PooledTasks(tasks, 50, 170), SHAPES["MQA"], torch.float32),
+        draw_pools(PooledTasks(tasks, 50, 170), SHAPES["MQA"], torch.float32),
         tasks,
         ScoreOptions(0.1, window),
     )
     assert op.windows == [seen, seen]
 
 
-def test_index_tensors_reach_a_gpu_without_a_wait_of_the_host() -> None:
+def test_index_tensors_are_copied_to_a_gpu_asynchronously() -> None:
     class Index:
-        """Knows only the way that does not stop the host."""
+        """Support only a copy that does not stop the host."""
 
         def __init__(self, pinned: bool = False) -> None:
             self.pinned = pinned

@@ -16,6 +16,6 @@ def nodes() -> Iterator[list[Node]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where both nodes work: their shared file system."""
+    """Create the folder that both nodes share, with the training script in it."""
     shutil.copy(Path(__file__).with_name("trains_on_nodes.py"), tmp_path / "train.py")
     return tmp_path

@@ -1,6 +1,4 @@
-"""A command line of somebody else's: it starts accelerate's launcher on a script of its own, as
-`trl sft` does.
-"""
+"""A third-party command line: it starts accelerate's launcher on a script, as `trl sft` does."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Checkpoints know nothing of distca: a run is saved under one attention and goes on under
-another.
+"""A run saved under one attention implementation resumes under another: checkpoints hold no setting
+of distca.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def train(
     return losses(trainer), dispatches()
 
 
-def files(folder: Path) -> set[str]:
-    """All but the record of the run."""
+def list_files(folder: Path) -> set[str]:
+    """List all files except the record of the run."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")
@@ -58,7 +58,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_run_goes_on_under_another_attention(
+def test_a_run_resumes_under_another_attention_implementation(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
 ) -> None:
     pool = rank_pool(2)
@@ -71,7 +71,7 @@ def test_a_run_goes_on_under_another_attention(
         assert moved > 0
         assert ours == pytest.approx(theirs, rel=1e-4)
 
-    assert files(folders["distca"]) == files(folders["sdpa"])
+    assert list_files(folders["distca"]) == list_files(folders["sdpa"])
     for at in ("checkpoint-3", "checkpoint-6", "."):
         saved = {
             name: load_file(folder / at / "model.safetensors") for name, folder in folders.items()

@@ -1,5 +1,5 @@
-"""docs/clusters.md: training on several nodes, which are network namespaces here, and what is done
-where a node is lost.
+"""docs/clusters.md: training on several nodes, and how training ends if a node is lost. The nodes
+are network namespaces.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ DOCTOR = on_a_page(
     "torchrun --nnodes 2 --node_rank $NODE --nproc_per_node $GPUS --master_addr $FIRST"
     " --master_port 29500 -m hf_distca.tools.cli doctor"
 )
-TIMEOUT = 8  # seconds that ranks wait for each other where a node is lost
-LIMIT = 200.0  # of anything that is started here
+TIMEOUT = 8  # seconds that ranks wait for each other if a node is lost
+LIMIT = 200.0  # seconds for each command
 
 
 @cache
-def losses_of_one_process() -> list[float]:
+def train_one_process() -> list[float]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
     }
     script = [sys.executable, str(Path(__file__).with_name("trains_on_nodes.py"))]
-    return losses_in(
+    return parse_losses(
         subprocess.run(
             script, env=environment, check=True, capture_output=True, text=True, timeout=LIMIT
         ).stdout
     )
 
 
-def losses_in(output: str) -> list[float]:
-    # Ray shows what workers print more than once.
+def parse_losses(output: str) -> list[float]:
+    # Ray may print a line of a worker twice.
     found = set(re.findall(r"LOSSES (\[.*\])", output))
     assert len(found) == 1, output
     losses: list[float] = json.loads(found.pop())
     return losses
 
 
-def started(command: str, nodes: list[Node], folder: Path) -> list[Command]:
+def start_on_nodes(command: str, nodes: list[Node], folder: Path) -> list[Command]:
     exports = [EXPORT.replace("NODE=0", f"NODE={node.number}") for node in nodes]
     return [
         Command(f"{export} && {command}", node, folder)
@@ -69,30 +69,30 @@ def started(command: str, nodes: list[Node], folder: Path) -> list[Command]:
 
 
 @pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_two_nodes_train_as_one_process_does(command: str, nodes: list[Node], folder: Path) -> None:
-    running = started(command, nodes, folder)
+def test_two_nodes_train_like_one_process(command: str, nodes: list[Node], folder: Path) -> None:
+    running = start_on_nodes(command, nodes, folder)
     assert [node.wait(LIMIT) for node in running] == [0, 0], running[0].output + running[1].output
-    assert losses_in(running[0].output) == pytest.approx(losses_of_one_process(), rel=1e-5)
-    assert len(losses_of_one_process()) == 8
+    assert parse_losses(running[0].output) == pytest.approx(train_one_process(), rel=1e-5)
+    assert len(train_one_process()) == 8
     assert "micro-batches on 2 ranks" in running[0].output
 
 
-def test_the_doctor_on_two_nodes(nodes: list[Node], folder: Path) -> None:
-    running = started(DOCTOR, nodes, folder)
+def test_doctor_on_two_nodes_prints_only_on_the_first_node(nodes: list[Node], folder: Path) -> None:
+    running = start_on_nodes(DOCTOR, nodes, folder)
     assert [node.wait(LIMIT) for node in running] == [0, 0], running[0].output + running[1].output
     assert "2 ranks on 2 nodes, 1 on each" in running[0].output
     assert "exchange over gloo" in running[0].output
-    assert "attention group" not in running[1].output, "rank 0 speaks"
+    assert "attention group" not in running[1].output, "only rank 0 prints"
 
 
-def stand_in(path: Path, text: str) -> None:
+def write_executable(path: Path, text: str) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
 
 
-def test_the_slurm_script_with_stand_ins_for_slurm(nodes: list[Node], folder: Path) -> None:
-    """Its lines are run, by commands that do what those of Slurm are documented to do."""
+def test_slurm_script_trains_with_fake_slurm_commands(nodes: list[Node], folder: Path) -> None:
+    """Run the lines of the script with fake commands that do what Slurm documents."""
     subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
     variables = {
         "SLURM_JOB_NODELIST": "node[0-1]",
@@ -101,13 +101,13 @@ def test_the_slurm_script_with_stand_ins_for_slurm(nodes: list[Node], folder: Pa
         "SLURM_GPUS_ON_NODE": "1",
     }
     given = shlex.join(f"{name}={value}" for name, value in variables.items())
-    stand_in(folder / "bin" / "sbatch", f'exec env {given} bash "$@"')
-    stand_in(
+    write_executable(folder / "bin" / "sbatch", f'exec env {given} bash "$@"')
+    write_executable(
         folder / "bin" / "scontrol",
         f'[[ "$*" == "show hostnames node[0-1]" ]] && echo {nodes[0].address} && echo later',
     )
     each = [f'SLURM_NODEID={node.number} {shlex.join(node.inside([]))} "$@" &' for node in nodes]
-    stand_in(
+    write_executable(
         folder / "bin" / "srun", "\n".join(['[[ "$1" == --* ]] && shift', *each, "wait -n && wait"])
     )
     command = shlex.join(words_of("sbatch examples/slurm.sh train.py"))
@@ -116,24 +116,24 @@ def test_the_slurm_script_with_stand_ins_for_slurm(nodes: list[Node], folder: Pa
     )
     job = Command(command, None, folder, PATH=path)
     assert job.wait(LIMIT) == 0, job.output
-    assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert parse_losses(job.output) == pytest.approx(train_one_process(), rel=1e-5)
 
 
 def test_settings_that_differ_are_named_on_both_nodes(nodes: list[Node], folder: Path) -> None:
-    running = started(f"{TORCHRUN} tile=$((8 + 8 * NODE))", nodes, folder)
+    running = start_on_nodes(f"{TORCHRUN} tile=$((8 + 8 * NODE))", nodes, folder)
     assert all(node.wait(LIMIT) for node in running), running[0].output
     for node in running:
         assert "tile is 8 on rank 0, 16 on rank 1; give every rank the same ones" in node.output
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_is_lost_ends_training_on_the_other(
+def test_training_ends_on_one_node_when_the_other_loses_power(
     lost: int, nodes: list[Node], folder: Path
 ) -> None:
-    """By its connections, long before a timeout; also where it had the store. What it was at
-    decides whose error comes first.
+    """Closed connections end training long before a timeout, even if the lost node held the store.
+    The operation in progress decides which error comes first.
     """
-    running = started(f"{TORCHRUN} max_steps=100000 ddp_timeout=100", nodes, folder)
+    running = start_on_nodes(f"{TORCHRUN} max_steps=100000 ddp_timeout=100", nodes, folder)
     running[0].wait_for("'loss'", LIMIT)
     nodes[lost].kill()
     assert running[lost].wait(20) == -signal.SIGKILL
@@ -145,13 +145,13 @@ def test_a_node_that_is_lost_ends_training_on_the_other(
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_a_cable_that_is_cut_ends_training_on_both_nodes(
+def test_training_ends_on_both_nodes_when_the_cable_is_cut(
     end: int, nodes: list[Node], folder: Path
 ) -> None:
-    """Nobody is told of it, so both wait for their timeout; also the node that has lost the
-    store.
+    """A cut cable closes no connection, so both nodes wait for their timeout, even the one that has
+    lost the store.
     """
-    running = started(f"{TORCHRUN} max_steps=100000 ddp_timeout={TIMEOUT}", nodes, folder)
+    running = start_on_nodes(f"{TORCHRUN} max_steps=100000 ddp_timeout={TIMEOUT}", nodes, folder)
     running[0].wait_for("'loss'", LIMIT)
     nodes[end].set_cable("down")
     for command in running:
@@ -161,11 +161,11 @@ def test_a_cable_that_is_cut_ends_training_on_both_nodes(
         ), command.output
 
 
-def test_ray_train_runs_a_script_as_one_process_does(nodes: list[Node], folder: Path) -> None:
-    """On one node, with two workers; whatever Ray leaves behind ends with the node."""
+def test_script_under_ray_train_trains_like_one_process(nodes: list[Node], folder: Path) -> None:
+    """Run two workers on one node. Processes that Ray leaves behind end with the node."""
     pytest.importorskip("ray.train", reason='needs pip install "ray[train]"')
     command = shlex.join(words_of("python examples/train_with_ray.py --workers 2 train.py"))
     job = Command(command, nodes[0], folder, HOME=str(folder), GLOO_SOCKET_IFNAME="lo")
     assert job.wait(LIMIT) == 0, job.output
-    assert losses_in(job.output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert parse_losses(job.output) == pytest.approx(train_one_process(), rel=1e-5)
     assert "micro-batches on 2 ranks" in job.output

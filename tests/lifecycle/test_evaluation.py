@@ -1,4 +1,4 @@
-"""Evaluation, prediction and generation around the steps of a training run; the loss of dealt
+"""Evaluation, prediction and generation between the steps of a training run, and the loss of dealt
 evaluation sets.
 """
 
@@ -35,7 +35,7 @@ from turns import in_turn
 
 
 class GenerateOnRankZero(TrainerCallback):
-    """Shows what the model writes in the middle of training, as people do for a look at it."""
+    """Generates text on rank 0 during training, as users do to inspect a model."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.written = rank, []
@@ -59,7 +59,7 @@ def train(
     rank: int, implementation: str, ping_pong: bool, balance_evaluation: bool
 ) -> dict[str, Any]:
     writer = GenerateOnRankZero(rank)
-    # 5 rows on 2 ranks, of several lengths.
+    # 5 rows of different lengths, for 2 ranks
     uneven = [*rows(4), {"documents": [[5, 6, 7], [8] * 30]}]
     trainer = make_trainer(
         implementation,
@@ -90,7 +90,7 @@ def train(
 @pytest.mark.parametrize(
     ("ping_pong", "balance_evaluation"), in_turn([(False, False), (True, False), (True, True)], 3)
 )
-def test_evaluation_and_generation_between_steps(
+def test_evaluation_and_generation_during_training_equal_sdpa(
     rank_pool: Callable[[int], RankPool], ping_pong: bool, balance_evaluation: bool
 ) -> None:
     pool = rank_pool(2)
@@ -113,7 +113,7 @@ def generate_in_training_mode(rank: int, ping_pong: bool) -> tuple[int, list[int
     model, plain = tiny_llama("distca"), tiny_llama("sdpa")
     written = []
     for one in (model, plain):
-        if rank == 0:  # nothing may wait for the other rank
+        if rank == 0:  # no call may wait for the other rank
             prompt = torch.tensor([[1, 5, 9, 3, 11, 4, 2, 17, 33]])
             written.append(one.generate(prompt, max_new_tokens=5, do_sample=False).tolist())
     assert not written or written[0] == written[1]
@@ -127,21 +127,21 @@ def generate_in_training_mode(rank: int, ping_pong: bool) -> tuple[int, list[int
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_one_rank_generates_with_a_model_in_training_mode(
+def test_model_in_training_mode_generates_on_one_rank_alone(
     rank_pool: Callable[[int], RankPool], ping_pong: bool
 ) -> None:
     for alone, trained in rank_pool(2)(generate_in_training_mode, ping_pong):
         assert alone == 0 < trained
 
 
-# Tokens of documents, and how many at their ends are targets: ranks have few or many, one batch has
-# none, and the last is padded.
+# Tokens of each document, and how many at its end are targets. Some ranks get few targets, some
+# many; one batch has none, and the last batch is padded.
 EVALUATED = ((190, 100), (90, 2), (80, 0), (200, 0), (30, 20), (70, 1), (7, 3))
-TOKENS = 240  # of a global batch, on any number of ranks
+TOKENS = 240  # tokens of a global batch, on any number of ranks
 KINDS, FORMS = ("Trainer", "SFTTrainer"), ("float32", "bfloat16", "of two sets", "with metrics")
 
 
-def evaluation_set(numbers: Iterable[int] = range(len(EVALUATED))) -> Dataset:
+def make_set(numbers: Iterable[int] = range(len(EVALUATED))) -> Dataset:
     texts = documents(*(length for length, _ in EVALUATED), seed=1)
     labels = [
         [-100] * (len(ids) - targets) + ids[len(ids) - targets :]
@@ -166,20 +166,18 @@ def evaluate(
 
 def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
     hf_distca.configure(settings(cost_model="analytic"))
-    warnings.simplefilter("ignore", FutureWarning)  # TRL's own
+    warnings.simplefilter("ignore", FutureWarning)  # TRL raises some
     args = {**COMMON, "output_dir": tempfile.gettempdir(), "bf16": form == "bfloat16"}
     args["prediction_loss_only"] = form != "with metrics"
     if form == "with metrics" and kind == "Trainer":
         args["label_names"] = ["shift_labels"]
     sets: Any = (
-        {"first": evaluation_set(range(3)), "second": evaluation_set()}
-        if form == "of two sets"
-        else evaluation_set()
+        {"first": make_set(range(3)), "second": make_set()} if form == "of two sets" else make_set()
     )
     model = sharp_llama("distca")
     if kind == "Trainer":
         trainer = Trainer(
-            model, TrainingArguments(**args), train_dataset=evaluation_set(), eval_dataset=sets
+            model, TrainingArguments(**args), train_dataset=make_set(), eval_dataset=sets
         )
     else:
         from trl import SFTConfig, SFTTrainer
@@ -192,19 +190,19 @@ def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
         )
         config = SFTConfig(**args, max_length=None)
         trainer = SFTTrainer(
-            model, config, train_dataset=evaluation_set(), eval_dataset=sets, processing_class=token
+            model, config, train_dataset=make_set(), eval_dataset=sets, processing_class=token
         )
     if form == "with metrics" and kind == "Trainer":
         trainer.compute_metrics = count_right
     found = hf_distca.deal(trainer, TOKENS // ranks, evaluation=True).evaluate()
-    assert not vars(trainer).keys() & {"compute_loss", "prediction_step"}, "nothing stays"
+    assert not vars(trainer).keys() & {"compute_loss", "prediction_step"}, "methods are restored"
     return {
         name: value for name, value in found.items() if name.endswith(("loss", "right", "targets"))
     }
 
 
 def sharp_llama(implementation: str) -> Any:
-    """With losses that differ from token to token."""
+    """Create a model whose losses differ from token to token."""
     model = tiny_llama(implementation)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -213,10 +211,10 @@ def sharp_llama(implementation: str) -> Any:
 
 
 @cache
-def mean_over_targets(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -> float:
-    """By hand, in float64."""
+def compute_mean_loss(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -> float:
+    """Compute the mean loss over targets document by document, in float64."""
     model, total, count = sharp_llama("sdpa").double(), 0.0, 0
-    for row in evaluation_set(numbers):
+    for row in make_set(numbers):
         ids, targets = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
         logits = model(input_ids=ids).logits[0, :-1]
         total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum").detach())
@@ -247,9 +245,9 @@ def test_loss_of_dealt_evaluation_is_the_mean_over_targets(
             metrics, tolerance = of_rank[kind, form], 1e-2 if form == "bfloat16" else 1e-6
             if form == "of two sets":
                 assert metrics["eval_first_loss"] == pytest.approx(
-                    mean_over_targets((0, 1, 2)), rel=tolerance
+                    compute_mean_loss((0, 1, 2)), rel=tolerance
                 )
                 metrics["eval_loss"] = metrics["eval_second_loss"]
-            assert metrics["eval_loss"] == pytest.approx(mean_over_targets(), rel=tolerance)
+            assert metrics["eval_loss"] == pytest.approx(compute_mean_loss(), rel=tolerance)
             if "eval_targets" in metrics:
                 assert metrics["eval_targets"] == sum(targets for _, targets in EVALUATED)

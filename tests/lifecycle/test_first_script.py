@@ -1,5 +1,5 @@
-"""The script that README and the page on long documents begin with, as a user copies it; shares
-that are made first of all.
+"""The first script of the README and of the page on long documents, run as a user copies it, and
+shares that are made before accelerate starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAUNCH = (
     "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
     " examples/finetune_long_documents.py"
 )
-CHANGED = {  # what a user changes: sizes, and the device
+CHANGED = {  # what the tests change, as a user would: sizes, and the device
     "max_steps=100, bf16=True": (
         'max_steps=6, {precision}use_cpu=True, report_to="none", save_strategy="no",'
         " logging_steps=1"
@@ -30,7 +30,7 @@ CHANGED = {  # what a user changes: sizes, and the device
     "tokens_per_rank=16384": "tokens_per_rank={tokens_per_rank}",
     "from_pretrained(name": "from_pretrained('model'",
 }
-# What says so, and how far losses may be apart.
+# For each precision: the argument for it, and the largest relative difference of losses
 PRECISIONS = {"float32": ("", 1e-5), "bfloat16": ("bf16=True, ", 4e-3)}
 REPORT = """
 import json
@@ -77,7 +77,7 @@ def write_model_and_documents(folder: Path) -> None:
 
 
 def write_rows(file: Path, prompts: bool) -> None:
-    """The documents as text, or as prompts of a third and completions."""
+    """Write the documents as texts, or each as a prompt (its first third) and a completion."""
     texts = [[str(token) for token in ids] for ids in documents(*LENGTHS)]
     rows = [{"text": " ".join(words)} for words in texts]
     if prompts:
@@ -90,16 +90,16 @@ def write_rows(file: Path, prompts: bool) -> None:
 
 
 def train(script: str, folder: Path, launch: list[str]) -> dict[str, list[float]]:
-    """Losses, gradient norms and losses of evaluation of a script."""
+    """Run a script and return its losses, gradient norms and evaluation losses."""
     (folder / "train.py").write_text(script)
     scripts.run([*launch, str(folder / "train.py")], folder)
     logged: dict[str, list[float]] = json.loads((folder / "logged.json").read_text())
     return logged
 
 
-def script_of(page: str, tokens_per_rank: int, attention: str, precision: str) -> str:
-    """The first Python block of a page, with small sizes."""
-    script = blocks_of(page)[0]
+def read_script(page: str, tokens_per_rank: int, attention: str, precision: str) -> str:
+    """Return the first Python block of a page, with small sizes."""
+    script = read_blocks(page)[0]
     assert sum(bool(line.strip()) for line in script.splitlines()) <= 12
     for before, after in CHANGED.items():
         assert before in script, before
@@ -110,7 +110,7 @@ def script_of(page: str, tokens_per_rank: int, attention: str, precision: str) -
     return script.replace('"distca")', f'"{attention}")') + REPORT
 
 
-def blocks_of(page: str) -> list[str]:
+def read_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
@@ -125,27 +125,28 @@ def blocks_of(page: str) -> list[str]:
         pytest.param("docs/long_documents.md", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_the_script_of_a_page_trains_as_one_process_does(
+def test_first_script_of_a_page_trains_like_one_process(
     page: str, precision: str, tmp_path: Path
 ) -> None:
     write_model_and_documents(tmp_path)
     *launch, _ = words_of(LAUNCH)
-    ours = train(script_of(page, 48, "distca", precision), tmp_path, launch)
-    theirs = train(script_of(page, 96, "sdpa", precision), tmp_path, ["python"])
+    ours = train(read_script(page, 48, "distca", precision), tmp_path, launch)
+    theirs = train(read_script(page, 96, "sdpa", precision), tmp_path, ["python"])
     assert len(theirs["loss"]) == 6
-    # Norms of gradients in half precision are further apart.
+    # In half precision, gradient norms differ by more.
     for name in ("loss", "grad_norm") if precision == "float32" else ("loss",):
         assert ours[name] == pytest.approx(theirs[name], rel=PRECISIONS[precision][1])
 
 
-def test_long_documents_begin_with_the_script_of_the_readme() -> None:
+def test_page_on_long_documents_begins_with_the_script_of_the_readme() -> None:
     first, second = (
-        ast.dump(ast.parse(blocks_of(page)[0])) for page in ("README.md", "docs/long_documents.md")
+        ast.dump(ast.parse(read_blocks(page)[0]))
+        for page in ("README.md", "docs/long_documents.md")
     )
     assert first == second
 
 
-# What pages leave to their readers, around the blocks with these words.
+# The code that pages expect of their readers, around the block that contains each word.
 GIVEN = """
 import json
 import torch
@@ -205,9 +206,9 @@ BLOCKS = {
 STEPS = {"docs/long_documents.md": [4, 7], "docs/getting_started.md": [4]}
 
 
-def script_of_blocks(page: str) -> str:
-    """Blocks of a page that are no scripts by themselves, one after another."""
-    blocks, parts = blocks_of(page), [GIVEN.format(lengths=LENGTHS)]
+def join_blocks(page: str) -> str:
+    """Join the blocks of a page that need code around them into one script."""
+    blocks, parts = read_blocks(page), [GIVEN.format(lengths=LENGTHS)]
     shares = next((block for block in blocks if "DataLoader(" in block), "").replace(
         "16384", "tokens"
     )
@@ -220,16 +221,16 @@ def script_of_blocks(page: str) -> str:
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("page", BLOCKS)
-def test_other_blocks_of_pages_train_in_half_precision(page: str, tmp_path: Path) -> None:
+def test_other_code_blocks_of_pages_train_in_half_precision(page: str, tmp_path: Path) -> None:
     write_model_and_documents(tmp_path)
     *launch, _ = words_of(LAUNCH)
-    trained = train(script_of_blocks(page), tmp_path, launch)
+    trained = train(join_blocks(page), tmp_path, launch)
     assert [len(losses) for losses in trained] == STEPS[page]
     assert all(0 < loss < 10 for losses in trained for loss in losses)
 
 
-def test_blocks_for_loops_run_on_one_process() -> None:
-    """Settings, a loop with metrics, and a document that somebody split: here, into one part."""
+def test_code_blocks_for_training_loops_run_on_one_process() -> None:
+    """Run the blocks for settings, a loop with metrics, and a document in parts (here one)."""
     model, logged = tiny_llama("distca"), []
     batch = hf_distca.PackingCollator()([{"input_ids": ids} for ids in documents(20, 9)])
     (document,) = documents(30)
@@ -245,9 +246,9 @@ def test_blocks_for_loops_run_on_one_process() -> None:
         "document": document,
     }
     ran = 0
-    for block in blocks_of("docs/getting_started.md"):
+    for block in read_blocks("docs/getting_started.md"):
         if any(word in block for word in ("DistCAConfig(", "prepare(")):
-            exec(compile(block, "docs/getting_started.md", "exec"), names)  # ours
+            exec(compile(block, "docs/getting_started.md", "exec"), names)  # code of our own page
             ran += 1
     hf_distca.configure()
     whole = model(input_ids=torch.tensor([document]), labels=torch.tensor([document])).loss
@@ -256,7 +257,7 @@ def test_blocks_for_loops_run_on_one_process() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_shares_are_made_before_anything_of_accelerate(tmp_path: Path) -> None:
+def test_shares_are_made_before_accelerate_starts(tmp_path: Path) -> None:
     write_model_and_documents(tmp_path)
     (tmp_path / "train.py").write_text(SHARES_FIRST)
     *launch, _ = words_of(LAUNCH)

@@ -1,5 +1,5 @@
-"""Training goes on in a process in which torch.distributed has ended and started again, as it does
-after a failure.
+"""Training continues in a process in which torch.distributed has ended and started again, as it
+does after a failure.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ FAILURES = ["a batch without its documents", "a share of another rank", "a share
 
 
 def batch(rank: int, number: int, failure: str, fails: bool) -> dict[str, Any]:
-    """A micro-batch of a rank: packed documents, or a share; another than it should be if it
-    `fails`.
-    """
+    """Make a micro-batch of a rank: packed documents or a share, or a wrong one if it `fails`."""
     if "share" not in failure:
         lengths = LENGTHS[rank]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -49,7 +47,9 @@ def batch(rank: int, number: int, failure: str, fails: bool) -> dict[str, Any]:
 
 
 def losses(rank: int, failure: str, numbers: range, fails: bool) -> list[float]:
-    """Of steps; the third and later ones fail on rank 1."""
+    """Train and return the loss of each step. If `fails`, rank 1 gets wrong batches from the third
+    step on.
+    """
     model, seen = tiny_llama("distca"), []
     for number in numbers:
         loss = (
@@ -78,8 +78,8 @@ def begin_world(rank: int, store: str) -> None:
 def fail_and_begin_again(
     rank: int, folder: str
 ) -> dict[str, tuple[str, list[float], list[float], bool]]:
-    """Of each failure: the error, losses of the new world, those of a process that starts with it,
-    and whether work moved.
+    """For each failure, return the error, the losses in the new world, the losses with fresh
+    settings, and whether work moved in the new world.
     """
     found = {}
     for failure in FAILURES:
@@ -99,10 +99,9 @@ def fail_and_begin_again(
     return found
 
 
-def test_new_world_knows_no_failure_of_the_last_one() -> None:
-    """A new world knows nothing of the failure of the last one."""
+def test_new_world_keeps_no_state_of_a_failure_in_the_last_one() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        pool = RankPool(2)  # of its own: its world ends
+        pool = RankPool(2)  # a pool for this test alone, because its world ends
         try:
             ranks = pool(fail_and_begin_again, folder, timeout=100.0)
         finally:

@@ -1,4 +1,4 @@
-"""How processes end that never close their process groups, as most scripts do."""
+"""How processes end that never destroy their process groups: most scripts leave them open."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hf_distca.runtime.monitor import AwaitedThread
 from ranks import join_world
 
 
-def ended(ranks: list[ForkServerProcess]) -> list[int | None]:
-    """Exit statuses."""
+def wait_for_exit(ranks: list[ForkServerProcess]) -> list[int | None]:
+    """Wait for the ranks and return their exit statuses."""
     try:
         for rank in ranks:
             rank.join(60)
@@ -35,13 +35,13 @@ def ended(ranks: list[ForkServerProcess]) -> list[int | None]:
 
 
 def ends_with_a_late_thread(rank: int, folder: Path) -> None:
-    """A thread is late, as one of gloo's may be that has to let go of the last collective's
-    tensors.
+    """End while a thread is still running, as gloo's may be: it has to release the tensors of the
+    last collective.
 
-    The interpreter does not wait for it, and what a late thread of gloo does while the interpreter
+    The interpreter does not wait for the thread. A thread of gloo that runs while the interpreter
     ends aborts the process.
     """
-    # The end of a fork takes a moment by itself.
+    # Ending a fork takes a moment anyway, so the limit must be longer.
     patch.object(listener, "LATE_SECONDS", 1.0).start()
     join_world(rank, 2, folder / "store")
     last = threading.Event()
@@ -57,7 +57,7 @@ def ends_with_a_late_thread(rank: int, folder: Path) -> None:
 
 
 class SlowStore:
-    """A store that takes its time to count words."""
+    """A store whose counter answers slowly."""
 
     def __init__(self, store: Any, answered: Path) -> None:
         self._store, self._answered = store, answered
@@ -73,7 +73,7 @@ class SlowStore:
 
 
 def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
-    """The rank has waited long enough, and its threads that ask the store have not come back."""
+    """End after the rank has given up waiting, while its threads still wait for the store."""
     join_world(rank, 2, folder / "store")
     group = AttentionGroup.find_or_create(timeout_seconds=1.0)
     assert group.monitor is not None
@@ -84,7 +84,7 @@ def ends_while_a_store_is_asked(rank: int, folder: Path) -> None:
 
 
 def ends_while_a_thread_runs(rank: int, folder: Path) -> None:
-    """Nobody waits for what a thread does, as at the end of training."""
+    """End while a thread runs that no code waits for, as at the end of training."""
 
     def come_back() -> None:
         time.sleep(0.3)
@@ -94,8 +94,8 @@ def ends_while_a_thread_runs(rank: int, folder: Path) -> None:
 
 
 def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
-    """Python 3.12 starts no threads any more when functions for the end are called; the store is
-    that of torchrun.
+    """End where no thread can start: Python 3.12 starts none while exit functions run. The store is
+    a TCPStore, as under torchrun.
     """
 
     def refuse() -> None:
@@ -115,21 +115,23 @@ def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     "ends", [ends_while_a_store_is_asked, ends_while_a_thread_runs, ends_where_no_thread_starts]
 )
-def test_threads_of_ours_come_back_before_the_end(
+def test_process_ends_after_threads_of_hf_distca_return(
     ends: Callable[[int, Path], None], tmp_path: Path
 ) -> None:
-    """One that comes back from a call of torch while the interpreter ends aborts the process."""
+    """A thread that returns from a call of torch while the interpreter ends aborts the process."""
     with create_server(("127.0.0.1", 0)) as listening:
         (tmp_path / "port").write_text(str(listening.getsockname()[1]))
-    assert ended([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]
+    assert wait_for_exit([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("*came back")) == [
         "0 came back",
         "1 came back",
     ]
 
 
-def test_threads_that_are_late_come_before_the_end(tmp_path: Path) -> None:
-    assert ended([forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]) == [
+def test_process_ends_after_late_threads_of_libraries_return(tmp_path: Path) -> None:
+    assert wait_for_exit(
+        [forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]
+    ) == [
         0,
         0,
     ]

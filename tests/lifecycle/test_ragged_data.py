@@ -1,5 +1,5 @@
-"""Data that does not divide by ranks and batches, data without a length, and runs that end
-early.
+"""Datasets whose size is no multiple of ranks and batches, datasets without a length, and runs that
+end early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ranks import RankPool
 from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
 from turns import in_turn
 
-LENGTHS = (96, 5, 31, 1, 64, 17, 80)  # 7 documents: on 2 ranks, no size of batch makes it even
+LENGTHS = (96, 5, 31, 1, 64, 17, 80)  # 7 documents: no batch size divides them evenly on 2 ranks
 
 
 def single_documents() -> list[Row]:
@@ -55,7 +55,7 @@ OWN_READING = {"accelerator_config": {"dispatch_batches": False}}
     ),
     ids=["last batch uneven", "last accumulation short", "last batch dropped", "stream"],
 )
-def test_ragged_epochs(
+def test_epochs_that_end_in_partial_batches_train_as_under_sdpa(
     rank_pool: Callable[[int], RankPool], stream: bool, arguments: dict[str, Any]
 ) -> None:
     pool = rank_pool(2)
@@ -67,8 +67,8 @@ def test_ragged_epochs(
         assert run == pytest.approx(plain, rel=1e-4)
 
 
-def dispatched(rank: int, arguments: dict[str, Any]) -> str:
-    """The error that training ends in where rank 0 reads for all."""
+def train_on_dispatched_batches(rank: int, arguments: dict[str, Any]) -> str:
+    """Return the error in which training ends if rank 0 reads for all ranks."""
     trainer = make_trainer("distca", Stream(), max_steps=3, **arguments)
     with pytest.raises(hf_distca.UnsupportedError) as refused:
         trainer.train()
@@ -86,18 +86,18 @@ def dispatched(rank: int, arguments: dict[str, Any]) -> str:
 def test_dispatched_batches_are_refused_on_every_rank(
     rank_pool: Callable[[int], RankPool], arguments: dict[str, Any]
 ) -> None:
-    for message in rank_pool(2)(dispatched, arguments):
+    for message in rank_pool(2)(train_on_dispatched_batches, arguments):
         assert 'accelerator_config={"dispatch_batches": False}' in message
 
 
-def dispatched_without_the_callback(rank: int, lengths: tuple[int, ...]) -> str:
-    """What rank 0 says of it, where nothing of hf_distca looks at the loader."""
+def read_dispatched_batches(rank: int, lengths: tuple[int, ...]) -> str:
+    """Return rank 0's error if no code of hf_distca inspects the loader."""
     stream = [{"input_ids": [7] * length} for length in lengths]
     trainer = make_trainer(
         "distca", datasets.IterableDataset.from_generator(lambda: iter(stream)), max_steps=2
     )
     trainer.remove_callback(hf_distca.DistCACallback)
-    if rank:  # it waits for rank 0, in torch
+    if rank:  # rank 1 would wait for rank 0 inside torch
         return ""
     with pytest.raises((TypeError, RuntimeError)) as refused:
         next(iter(trainer.get_train_dataloader()))
@@ -105,32 +105,33 @@ def dispatched_without_the_callback(rank: int, lengths: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("lengths", [(8, 8), (8, 9)], ids=["equal rows", "rows of two lengths"])
-def test_dispatched_batches_are_explained_without_a_callback(
+def test_error_names_dispatch_batches_without_the_callback(
     rank_pool: Callable[[int], RankPool], lengths: tuple[int, ...]
 ) -> None:
-    """Dispatched batches explain themselves without the callback."""
-    message, _ = rank_pool(2)(dispatched_without_the_callback, lengths)
+    message, _ = rank_pool(2)(read_dispatched_batches, lengths)
     assert "dispatch_batches" in message
     assert "False" in message
 
 
-def test_one_process_reads_for_itself() -> None:
+def test_one_process_trains_on_a_stream_without_exchanges() -> None:
     run, moved, _ = train(0, "distca", True, {"max_steps": 3})
     assert len(run) >= 3
     assert moved == 0
 
 
-def numbered(numbers: Sequence[int]) -> Iterator[Row]:
-    """Documents whose first token is a number of their own."""
+def generate_documents(numbers: Sequence[int]) -> Iterator[Row]:
+    """Yield documents whose first token is their number."""
     for number in numbers:
         yield {"input_ids": [number, *range(2, 3 + number)]}
 
 
 def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
-    """How many shards a stream has, and the first tokens of the documents that this rank trains
-    on.
+    """Return the number of shards of a stream, and the first token of each document that this rank
+    trains on.
     """
-    stream = datasets.IterableDataset.from_generator(numbered, gen_kwargs={"numbers": numbers})
+    stream = datasets.IterableDataset.from_generator(
+        generate_documents, gen_kwargs={"numbers": numbers}
+    )
     trainer = make_trainer("distca", stream, max_steps=4, **OWN_READING)
     firsts: list[int] = []
 
@@ -149,8 +150,8 @@ def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
 def test_each_rank_gets_its_share_of_a_stream(
     rank_pool: Callable[[int], RankPool], numbers: Sequence[int]
 ) -> None:
-    """datasets makes a shard of each item of a list; accelerate deals out shards where there are
-    enough, else documents.
+    """datasets makes a shard of each item of a list. accelerate deals out shards if there are
+    enough, and documents otherwise.
     """
     (shards, first), (_, second) = rank_pool(2)(read, numbers)
     assert shards == (len(numbers) if isinstance(numbers, list) else 1)
@@ -182,7 +183,7 @@ def stop_early(
     return [*losses(trainer), after], trainer.state.global_step, trainer.state.best_metric
 
 
-def test_early_stopping(rank_pool: Callable[[int], RankPool], tmp_path: Any) -> None:
+def test_early_stopping_equals_sdpa(rank_pool: Callable[[int], RankPool], tmp_path: Any) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(stop_early, name, str(tmp_path / name)) for name in ("distca", "sdpa"))
     for (run, steps, best), (plain, plain_steps, plain_best) in zip(ours, theirs, strict=True):

@@ -1,6 +1,4 @@
-"""`hf-distca run` and `python -m hf_distca.tools.run` in front of a script that knows nothing of
-hf_distca.
-"""
+"""`hf-distca run` and `python -m hf_distca.tools.run` with a script that imports no hf_distca."""
 
 from __future__ import annotations
 
@@ -104,10 +102,10 @@ def script(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_attention_of_an_unmodified_script(
+def test_option_sets_the_attention_of_an_unmodified_script(
     ours: str, given: str, attention: str, said: str, script: Path, tmp_path: Path
 ) -> None:
-    """A default leaves what a script names alone, and says what would balance it."""
+    """A default leaves an attention that the script names, and prints which option balances it."""
     options = ["--attn_implementation", given] if given else []
     options += ["--output", str(tmp_path)]
     run = [*words_of("python -m hf_distca.tools.run"), *ours.split()]
@@ -118,7 +116,9 @@ def test_attention_of_an_unmodified_script(
     assert ("balances them" in output) == ("balances them" in said)
 
 
-def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_of_the_module_names_its_launch_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["hf_distca.tools.run", "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("hf_distca.tools.run", run_name="__main__")
@@ -128,9 +128,9 @@ def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: Path) -> None:
-    """Real interpreters: ours, the command's, accelerate's launcher, two ranks. The script has no
-    attention given.
+def test_child_interpreters_of_a_command_train_under_distca(script: Path, tmp_path: Path) -> None:
+    """Four levels of interpreters: hf-distca, the command, accelerate's launcher, and two ranks.
+    The script names no attention.
     """
     starter = Path(__file__).with_name("starts_accelerate.py")
     (tmp_path / "distca.yaml").write_text(
@@ -166,8 +166,8 @@ def test_what_a_command_starts_afresh_runs_under_distca(script: Path, tmp_path: 
     assert "in kernel cpu" in done.stderr
 
 
-def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path) -> None:
-    """On two ranks of accelerate's, each of which reads the file."""
+def test_command_line_overrides_the_settings_file(script: Path, tmp_path: Path) -> None:
+    """Two ranks that accelerate started each read the file."""
     command = words_of(
         "hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate"
         " launch train.py"
@@ -219,10 +219,9 @@ def test_command_line_overrides_a_file_of_settings(script: Path, tmp_path: Path)
         (None, "", "distca.yaml: No such file or directory."),
     ],
 )
-def test_wrong_settings_end_in_one_line_before_a_start(
+def test_wrong_settings_are_a_one_line_error_before_the_script_starts(
     written: str | None, words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong settings are said in one line before anything starts."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("raise SystemExit('this has started')")
     if written is not None:
@@ -240,14 +239,16 @@ def test_wrong_settings_end_in_one_line_before_a_start(
         ({"attn_implementation": "distca", "summary": False}, {"instead_of": "sdpa"}),
     ],
 )
-def test_children_get_what_is_given(around: dict[str, Any], given: dict[str, Any]) -> None:
-    """Also if that is the default, and a run around this one has another."""
+def test_child_processes_get_the_options_of_the_innermost_run(
+    around: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """An option of the inner run counts even if its value is the default."""
     outer = read_options(None, [], **around).make_environment({})
     child = Options.read(read_options(None, [], **given).make_environment(outer))
     assert child._asdict() == Options(**{**around, **given})._asdict()
 
 
-def test_children_get_what_a_file_gives(tmp_path: Path) -> None:
+def test_child_processes_get_the_options_of_the_innermost_file(tmp_path: Path) -> None:
     (tmp_path / "distca.yaml").write_text("summary: true\ncollator: check")
     outer = read_options(None, ["summary=false", "collator=replace"]).make_environment({})
     inner = read_options(tmp_path / "distca.yaml", [])
@@ -255,8 +256,8 @@ def test_children_get_what_a_file_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"attn_implementation": "distca", "newer": 1}', "[1]"])
-def test_options_of_another_version_end_all_processes(text: str, tmp_path: Path) -> None:
-    """They are named, and nothing trains without them in silence."""
+def test_options_of_another_version_are_an_error_everywhere(text: str, tmp_path: Path) -> None:
+    """The error names the options. No process trains without them."""
     (tmp_path / "train.py").write_text("print('this has started')")
     child_start = Path(hf_distca.__file__).parent / "tools" / "cli" / "child_start"
     path = os.pathsep.join([str(child_start), os.environ.get("PYTHONPATH", "")])
@@ -280,7 +281,7 @@ def test_options_of_another_version_end_all_processes(text: str, tmp_path: Path)
         assert "this has started" not in output
 
 
-def test_empty_options_are_none(tmp_path: Path) -> None:
+def test_empty_environment_variables_hold_no_options(tmp_path: Path) -> None:
     assert Options.read({"HF_DISTCA_RUN": ""}) == Options.read({}) == Options()
     made = Options("distca").make_environment({"HF_DISTCA_RUN": "", "PYTHONPATH": ""})
     assert Options.read(made) == Options("distca")
@@ -297,10 +298,10 @@ def test_empty_options_are_none(tmp_path: Path) -> None:
         (["train.py"], False),
     ],
 )
-def test_dealing_without_an_attention_is_noted_at_once(
+def test_dealing_without_distca_attention_prints_a_note_at_the_start(
     words: list[str], noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In words of the command; the script may still load its model with distca."""
+    """Dealing alone is no error: the script may still load its model with distca."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     monkeypatch.setattr("hf_distca.tools.run.run_command", lambda *_: None)
@@ -312,7 +313,7 @@ def test_dealing_without_an_attention_is_noted_at_once(
     assert "hf_distca." not in done.stderr
 
 
-def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
+def test_script_may_replace_the_settings_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "distca.yaml").write_text("tolerance: 0.1")
     (tmp_path / "train.py").write_text(
         "import hf_distca, transformers.modeling_utils\n"
@@ -328,7 +329,7 @@ def test_the_script_may_set_what_it_likes_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_default_is_for_causal_models_of_proven_families() -> None:
+def test_default_attention_applies_to_causal_models_of_proven_families() -> None:
     code = """
 from transformers import BertConfig, BertModel, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -352,7 +353,7 @@ print([model.config._attn_implementation for model in models])
     assert "does not change the attention of mpt models" in done.stderr
 
 
-def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> None:
+def test_command_passes_arguments_to_the_script_and_returns_its_status(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -365,15 +366,15 @@ def test_the_script_gets_its_arguments_and_gives_its_status(tmp_path: Path) -> N
         (["--help", "-x", "--", "a"], 3, "['--help', '-x', '--', 'a']"),
         (["fail"], 1, "ValueError: no"),
     ):
-        done = distca_run(script, *arguments, folder=tmp_path)
+        done = run_in_interpreter(script, *arguments, folder=tmp_path)
         assert done.returncode == status
         assert said in done.stdout + done.stderr
 
 
-def distca_run(
+def run_in_interpreter(
     *words: str | Path, folder: Path, path: str = "", **changes: str
 ) -> subprocess.CompletedProcess[str]:
-    """`hf-distca run` with these words, in an interpreter of its own."""
+    """Run `hf-distca run` with these words, in a new interpreter."""
     program = str(Path(sys.executable).with_name("hf-distca"))
     environment = os.environ | {"PATH": os.pathsep.join([path, os.environ["PATH"]])} | changes
     return subprocess.run(
@@ -386,25 +387,25 @@ def distca_run(
     )
 
 
-def executable(path: Path, *lines: str) -> Path:
+def write_executable(path: Path, *lines: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     path.chmod(0o755)
     return path
 
 
-def test_a_path_is_that_file_and_a_name_is_a_command(
+def test_path_runs_the_file_and_name_runs_the_command_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a shell: what others put into the current folder is not run for a command's name."""
+    """As in a shell, a command's name never runs a file of the current folder."""
     here, commands = tmp_path / "here", tmp_path / "commands"
     for name in ("tool", "train.sh", "other"):
-        executable(here / name, "echo the file; exit 3")
-    executable(commands / "tool", "echo the command")
+        write_executable(here / name, "echo the file; exit 3")
+    write_executable(commands / "tool", "echo the command")
     (here / "script.py").touch()
     (here / "other").chmod(0o644)
     for word, said, status in (("./train.sh", "the file", 3), ("tool", "the command", 0)):
-        done = distca_run(word, folder=here, path=str(commands))
+        done = run_in_interpreter(word, folder=here, path=str(commands))
         assert (done.returncode, done.stdout.strip()) == (status, said), (word, done.stderr)
     monkeypatch.chdir(here)
     monkeypatch.setenv("PATH", str(commands))
@@ -424,27 +425,27 @@ def test_a_path_is_that_file_and_a_name_is_a_command(
             find_command(word)
 
 
-def test_a_script_that_names_no_shell_runs_in_one(tmp_path: Path) -> None:
-    """As bash runs it, with what holds for the Python processes that it starts."""
+def test_script_without_a_shebang_runs_in_a_shell(tmp_path: Path) -> None:
+    """The Python processes that the script starts get the options, too."""
     script = tmp_path / "train.sh"
     script.write_text(
         f"echo $1 $BASH_VERSION; {sys.executable} -c 'import sitecustomize as s;"
         " print(s.__file__)'; exit 3\n"
     )
     script.chmod(0o755)
-    done = distca_run("./train.sh", "argument", folder=tmp_path)
+    done = run_in_interpreter("./train.sh", "argument", folder=tmp_path)
     assert done.returncode == 3, done.stderr
     assert done.stdout.startswith("argument ")
     assert "child_start" in done.stdout
 
 
-def test_what_cannot_be_run_is_said_in_one_line(
+def test_command_that_cannot_run_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     (tmp_path / "plain.sh").write_text("echo")
-    executable(tmp_path / "binary").write_bytes(b"\x7fELF, but no program")
+    write_executable(tmp_path / "binary").write_bytes(b"\x7fELF, but no program")
     os.mkfifo(tmp_path / "pipe.py")
     for words, said in (
         (["./plain.sh"], "Permission denied"),
@@ -461,14 +462,14 @@ def test_what_cannot_be_run_is_said_in_one_line(
         assert said in done.stderr
 
 
-def test_a_module(tmp_path: Path) -> None:
+def test_module_runs_under_its_name_with_its_arguments(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
     for name in ("module", "__main__"):
         (package / f"{name}.py").write_text("import package, sys\nprint(__name__, sys.argv)")
     for name, file in (("package.module", "module.py"), ("package", "__main__.py")):
-        done = distca_run("-m", name, "-m", "--help", folder=tmp_path)
+        done = run_in_interpreter("-m", name, "-m", "--help", folder=tmp_path)
         assert done.stdout.strip() == f"__main__ ['{package / file}', '-m', '--help']", done.stderr
 
 
@@ -476,24 +477,24 @@ def test_a_module(tmp_path: Path) -> None:
     "wrong",
     ["open('no such file')", "raise EOFError('no more')", "raise BrokenPipeError(32, 'no reader')"],
 )
-def test_an_error_of_the_script_is_told_by_the_script(wrong: str, tmp_path: Path) -> None:
-    """Also one that stands for something else where command lines are parsed."""
+def test_error_of_the_script_ends_in_its_traceback(wrong: str, tmp_path: Path) -> None:
+    """The traceback also appears for errors that typer handles for its own commands."""
     (tmp_path / "script.py").write_text(wrong)
-    done = distca_run("script.py", folder=tmp_path)
+    done = run_in_interpreter("script.py", folder=tmp_path)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert wrong in done.stderr
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_command_too(stop: signal.Signals, tmp_path: Path) -> None:
-    executable(tmp_path / "long.sh", "echo $$", "exec sleep 100")
+def test_signal_ends_the_command_and_leaves_no_files(stop: signal.Signals, tmp_path: Path) -> None:
+    write_executable(tmp_path / "long.sh", "echo $$", "exec sleep 100")
     program = str(Path(sys.executable).with_name("hf-distca"))
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = os.environ | {"TMPDIR": str(temporary)}
     command_line = [program, "run", "./long.sh"]
-    # Whoever runs the tests in the background may ignore interrupts, and children inherit that.
+    # Tests that run in the background may ignore interrupts, and children inherit that.
     heeding = partial(signal.signal, stop, signal.SIG_DFL)
     with subprocess.Popen(
         command_line, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, preexec_fn=heeding
@@ -517,8 +518,8 @@ finally:
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_an_interrupt_is_the_scripts(module: bool, tmp_path: Path) -> None:
-    """It can clean up, and what it leaves alone ends it."""
+def test_script_handles_an_interrupt_itself(module: bool, tmp_path: Path) -> None:
+    """The script can clean up. An interrupt that it does not catch ends it."""
     (tmp_path / "script.py").write_text(CLEANS_UP)
     words = ["-m", "script"] if module else ["script.py"]
     heeding = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
@@ -529,7 +530,7 @@ def test_an_interrupt_is_the_scripts(module: bool, tmp_path: Path) -> None:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
         said, error = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGINT  # as a shell says it
+    assert process.returncode == 128 + signal.SIGINT  # the status that a shell returns
     assert said == "cleaned up\n"
     assert 'script.py", line' in error
     assert error.endswith("KeyboardInterrupt\n")
@@ -548,7 +549,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_no_rank_of_a_launcher_behind(stop: signal.Signals, tmp_path: Path) -> None:
+def test_signal_ends_every_rank_of_a_launcher(stop: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLEEPER)
     program, *ours = words_of("hf-distca run --config distca.yaml accelerate launch train.py")
     (tmp_path / "distca.yaml").write_text("tile: 64")
@@ -582,9 +583,9 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
-    """Processes that outlive the run keep it in PYTHONPATH: it has to lie where nobody else can put
-    something.
+def test_start_code_of_child_processes_lies_in_the_package(tmp_path: Path) -> None:
+    """Processes that outlive the run keep the folder in PYTHONPATH, so it must lie where nobody
+    else can add files.
     """
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -593,12 +594,12 @@ def test_what_children_begin_with_lies_in_the_package(tmp_path: Path) -> None:
         "import os, sys, hf_distca.tools.run as r; print(sys.was_customized,"
         " r.Options.read(os.environ), os.environ['PYTHONPATH'])"
     )
-    executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
+    write_executable(tmp_path / "starts.sh", f'exec {sys.executable} -c "{child}"')
     before = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     options = "--attn-implementation distca --no-summary --instead-of sdpa --tokens-per-rank 64"
     command = [*options.split(), "--set", "tile=64", "./starts.sh"]
     gone = str(tmp_path / "none")
-    done = distca_run(*command, folder=tmp_path, TMPDIR=gone, PYTHONPATH=before)
+    done = run_in_interpreter(*command, folder=tmp_path, TMPDIR=gone, PYTHONPATH=before)
     package = Path(hf_distca.__file__).parent
     customized, begun = done.stdout.split(maxsplit=1)[0], done.stdout.partition(" ")[2]
     assert customized == "True", done.stderr

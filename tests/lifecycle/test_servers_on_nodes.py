@@ -1,4 +1,4 @@
-"""Pools of servers on two nodes, which are network namespaces here."""
+"""Server pools on two nodes, which are network namespaces."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import re
 from pathlib import Path
 
 import pytest
-from test_clusters_page import LIMIT, TORCHRUN, losses_in, losses_of_one_process, started
+from test_clusters_page import LIMIT, TORCHRUN, parse_losses, start_on_nodes, train_one_process
 from two_nodes import Node
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 TRAIN = TORCHRUN.replace("torchrun", "hf-distca run --servers 1 torchrun").replace("$GPUS", "2")
 
 
-def test_a_server_on_each_node(nodes: list[Node], folder: Path) -> None:
-    running = started(TRAIN, nodes, folder)
+def test_one_server_on_each_node_serves_ranks_that_train(nodes: list[Node], folder: Path) -> None:
+    running = start_on_nodes(TRAIN, nodes, folder)
     assert [command.wait(LIMIT) for command in running] == [0, 0], (
         running[0].output + running[1].output
     )
-    assert losses_in(running[0].output) == pytest.approx(losses_of_one_process(), rel=1e-5)
+    assert parse_losses(running[0].output) == pytest.approx(train_one_process(), rel=1e-5)
     for number, node in zip((2, 3), running, strict=True):
         assert f"is rank {number} of 4, and serves the 2 that train" in node.output
         assert "; ended: the run is over" in node.output
 
 
 @pytest.mark.parametrize("fault", ["power", "cable"])
-def test_a_node_that_is_lost(fault: str, nodes: list[Node], folder: Path) -> None:
-    """Nobody hears of a cable that is cut: ranks wait for their timeout, in attention or for
-    gradients, and a server asks for a minute whether they live.
+def test_loss_of_a_node_ends_ranks_and_servers(fault: str, nodes: list[Node], folder: Path) -> None:
+    """A cut cable closes no connection. Ranks wait for their timeout, in attention or for
+    gradients, and a server tries for a minute to reach them.
     """
-    running = started(f"{TRAIN} max_steps=100000 ddp_timeout=8", nodes, folder)
+    running = start_on_nodes(f"{TRAIN} max_steps=100000 ddp_timeout=8", nodes, folder)
     running[0].wait_for("'loss'", LIMIT)
     if fault == "power":
         nodes[1].kill()

@@ -1,4 +1,4 @@
-"""More than one model in a process, and one model under more than one attention."""
+"""More than one model in a process, and one model under more than one attention implementation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch(rank: int, seed: int = 0) -> dict[str, Any]:
 
 
 class Switch(TrainerCallback):
-    """Changes the attention of the model in front of some steps."""
+    """Changes the attention implementation of the model before some steps."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.moved = names, []
@@ -59,7 +59,7 @@ def switch(
 
 
 @pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
-def test_attention_is_switched_in_the_middle_of_a_run(
+def test_attention_implementation_changes_in_the_middle_of_a_run(
     rank_pool: Callable[[int], RankPool], ping_pong: bool
 ) -> None:
     pool = rank_pool(2)
@@ -69,14 +69,14 @@ def test_attention_is_switched_in_the_middle_of_a_run(
         before, during, after = moved
         assert before == 0
         assert during == after > 0
-        assert reported == [3, 4], "the steps under distca, and no others"
+        assert reported == [3, 4], "exactly the steps under distca"
 
 
-def preferences(
+def train_with_a_reference(
     rank: int, policy_name: str, reference_name: str, mode: str, ping_pong: bool
 ) -> tuple[list[float], int]:
-    """Two steps of a loss on two batches, each seen by a policy and by a reference of other sizes,
-    in turns.
+    """Train two steps of a preference loss. A policy and a reference of another size alternate on
+    two batches for each step.
     """
     hf_distca.configure(settings(ping_pong=ping_pong))
     policy = DistributedDataParallel(tiny_llama(policy_name))
@@ -102,39 +102,41 @@ def preferences(
 
 
 @pytest.mark.parametrize("mode", in_turn(["eval", "train", "with gradients"], 3))
-def test_two_models_take_turns(rank_pool: Callable[[int], RankPool], mode: str) -> None:
+def test_two_alternating_models_train_as_under_sdpa(
+    rank_pool: Callable[[int], RankPool], mode: str
+) -> None:
     pool = rank_pool(2)
-    theirs = pool(preferences, "sdpa", "sdpa", mode, False)
+    theirs = pool(train_with_a_reference, "sdpa", "sdpa", mode, False)
     for policy, reference, ping_pong in (
         ("distca", "sdpa", False),
         ("sdpa", "distca", False),
         ("distca", "distca", False),
         ("distca", "distca", True),
     ):
-        ours = pool(preferences, policy, reference, mode, ping_pong)
+        ours = pool(train_with_a_reference, policy, reference, mode, ping_pong)
         for (run, moved), (plain, _) in zip(ours, theirs, strict=True):
             torch.testing.assert_close(torch.tensor(run), torch.tensor(plain), rtol=1e-3, atol=1e-6)
             assert (moved > 0) == (policy == "distca" or mode != "eval")
 
 
-def gradients(model: LlamaForCausalLM, rank: int) -> list[torch.Tensor]:
+def compute_gradients(model: LlamaForCausalLM, rank: int) -> list[torch.Tensor]:
     model.zero_grad()
     model(**batch(rank), use_cache=False).loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def around_the_start(rank: int, store: str, used_before: bool) -> list[int]:
-    """A model that trains before torch.distributed starts, and after it."""
+def train_around_the_start(rank: int, store: str, used_before: bool) -> list[int]:
+    """Train a model before torch.distributed starts, and after it."""
     hf_distca.configure(settings())
     model, plain = tiny_llama("distca"), tiny_llama("sdpa")
-    wanted = gradients(plain, rank)
-    if used_before:  # then the process group ends, and another starts
-        torch.testing.assert_close(gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
+    wanted = compute_gradients(plain, rank)
+    if used_before:  # in the process group that ends below
+        torch.testing.assert_close(compute_gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
     moved = [dispatches()]
     dist.destroy_process_group()
-    torch.testing.assert_close(gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(compute_gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
     moved.append(dispatches())
-    # Alone forward, and backward when the group is there.
+    # Forward without a process group, and backward after one has started.
     loss = model(**batch(rank), use_cache=False).loss
     dist.init_process_group(
         "gloo",
@@ -149,16 +151,16 @@ def around_the_start(rank: int, store: str, used_before: bool) -> list[int]:
         [parameter.grad for parameter in model.parameters()], wanted, rtol=1e-4, atol=1e-6
     )
     moved.append(dispatches())
-    torch.testing.assert_close(gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(compute_gradients(model, rank), wanted, rtol=1e-4, atol=1e-6)
     return [*moved, dispatches()]
 
 
 @pytest.mark.parametrize("used_before", [False, True])
-def test_a_model_is_used_before_the_process_group_starts(
+def test_model_used_before_the_process_group_starts_trains_after_it(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, used_before: bool
 ) -> None:
     for with_group, alone, begun_alone, together in rank_pool(2)(
-        around_the_start, str(tmp_path / "store"), used_before
+        train_around_the_start, str(tmp_path / "store"), used_before
     ):
         assert (with_group > 0) == used_before
         assert with_group == alone == begun_alone < together

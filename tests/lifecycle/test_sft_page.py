@@ -1,5 +1,5 @@
-"""The scripts of the page "Your SFT script, before and after": before, after on two processes, and
-after on one process under sdpa.
+"""The scripts of the page "Your SFT script, before and after": before the change, after it on two
+processes, and after it on one process under sdpa.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SMALL = (
 )
 
 
-def changed(script: str, change: str) -> str:
-    """The script after a change; lines that the change leaves out stay as they are."""
+def apply_diff(script: str, change: str) -> str:
+    """Apply a diff to a script. Lines that the diff omits stay as they are."""
     rest, written = script.splitlines(), []
     for line in change.splitlines():
         sign, text = line[:1], line[1:]
@@ -49,18 +49,18 @@ def changed(script: str, change: str) -> str:
     return "\n".join([*written, *rest]) + "\n"
 
 
-def test_the_page_has_four_scripts_and_few_lines_change() -> None:
+def test_page_has_four_scripts_that_change_in_at_most_six_lines() -> None:
     assert list(CHANGES) == ["transformers: Trainer", "TRL: SFTTrainer", "LoRA", "Evaluation"]
     for script, change in CHANGES.values():
-        after = changed(script, change)
+        after = apply_diff(script, change)
         compile(after, "page", "exec")
         assert len([line for line in change.splitlines() if line[:1] in "+-"]) <= 6
         assert after.index("import hf_distca") == 0
         assert after.index("hf_distca.deal(") < after.index("\ntrainer.train()")
 
 
-def small(script: str, bf16: bool) -> str:
-    """A script with small sizes, which reports what it logged."""
+def make_small(script: str, bf16: bool) -> str:
+    """Give a script small sizes, and let it write the values that it logged."""
     few = script.replace(", bf16=True", "").replace("max_steps=100", SMALL.format(bf16=bf16))
     return f"name = 'model'\n{few}{REPORT}"
 
@@ -71,7 +71,7 @@ def small(script: str, bf16: bool) -> str:
     ("heading", "precision"),
     [*((heading, "float32") for heading in CHANGES), ("TRL: SFTTrainer", "bfloat16")],
 )
-def test_scripts_of_the_page_train_as_one_process_does(
+def test_scripts_of_the_page_train_like_one_process(
     heading: str, precision: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
@@ -81,8 +81,8 @@ def test_scripts_of_the_page_train_as_one_process_does(
     script, change = CHANGES[heading]
     *launch, _ = words_of(LAUNCH)
     bf16, bound = precision == "bfloat16", PRECISIONS[precision][1]
-    assert np.isfinite(train(small(script, bf16), tmp_path, ["python"])["loss"]).all()
-    after = small(changed(script, change), bf16)
+    assert np.isfinite(train(make_small(script, bf16), tmp_path, ["python"])["loss"]).all()
+    after = make_small(apply_diff(script, change), bf16)
     ours = train(after.replace("16384", "48"), tmp_path, launch)
     alone = after.replace("16384", "96").replace('"distca"', '"sdpa"')
     theirs = train(alone, tmp_path, ["python"])

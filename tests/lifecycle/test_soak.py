@@ -1,5 +1,5 @@
-"""Many steps of random batches: nothing grows, every loss is that of plain attention, and a seed
-gives the same bits again.
+"""Many steps of random batches: no resource grows, every loss equals that of sdpa, and the same
+seed gives the same bits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from tiny_runs import dispatches, settings, tiny_llama
 
 VOCABULARY = 61
 PAGE = 4096
-# Steps between two looks at what a process holds, and how many of these looks count as warming up.
+# Steps between two measurements of a process's resources, and the share of measurements that count
+# as warm-up.
 LOOK_EVERY, WARM_UP = 50, 0.4
 
 
 @dataclass
 class Soak:
-    """What one rank saw in a run."""
+    """The measurements of one rank in a run."""
 
     losses: list[float] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Soak:
     dispatches: int = 0
 
     def look(self) -> None:
-        """Note what the process holds now."""
+        """Measure the resources of the process."""
         gc.collect()
         self.resident_bytes.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE)
         self.tensors.append(
@@ -53,8 +54,8 @@ class Soak:
 
 
 def draw_batch(draw: random.Random) -> dict[str, Any]:
-    """Documents of 1 to 96 tokens in a row, many of a single token; one rank in ten has none, only
-    padding.
+    """Draw a row of documents of 1 to 96 tokens, many of a single token. One rank in ten gets no
+    documents, only padding.
     """
     if draw.random() < 0.1:
         padding = torch.zeros(1, draw.randint(1, 8), dtype=torch.long)
@@ -66,9 +67,9 @@ def draw_batch(draw: random.Random) -> dict[str, Any]:
     return batch
 
 
-def summed_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Of every token that has a next one in its document: a sum, so that rows without targets count
-    as nothing.
+def sum_losses(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Sum the loss of every token that has a next token in its document. In a sum, rows without
+    targets add nothing.
     """
     logits = model(**batch, use_cache=False).logits[0]
     follows = (batch["position_ids"][0, 1:] > 0).nonzero()[:, 0]
@@ -79,8 +80,8 @@ def summed_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
-    """Train for some steps; all that is random comes from the seed, and from the rank where ranks
-    differ.
+    """Train for some steps. All random choices come from the seed, and from the rank if they differ
+    between ranks.
     """
     hf_distca.configure(settings(measured_rates=False))  # measured rates depend on the clock
     same, apart = random.Random(seed), random.Random(f"{seed} {rank}")
@@ -97,11 +98,11 @@ def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
         total = torch.zeros(())
         for _ in range(same.randint(1, 3)):
             batch = draw_batch(apart)
-            # It takes no documents, and a row of padding alone gives it no scores at all.
+            # sdpa takes no documents, and gets no scores in a row of padding alone.
             if implementation == "sdpa":
                 batch.pop("distca_documents", None)
                 batch.pop("attention_mask", None)
-            loss = summed_loss(model, batch) / 100
+            loss = sum_losses(model, batch) / 100
             loss.backward()
             total += loss.detach()
         digest = hashlib.sha256()
@@ -122,15 +123,14 @@ def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
 
 def assert_equal_training(ours: list[Soak], again: list[Soak], plain: list[Soak]) -> None:
     for first, second, reference in zip(ours, again, plain, strict=True):
-        assert first.dispatches > 0, "nothing was moved"
+        assert first.dispatches > 0, "no work was moved"
         assert first.digests == second.digests
         assert first.losses == pytest.approx(reference.losses, rel=1e-4, abs=1e-5)
 
 
-def test_seed_repeats_bits_and_losses_of_plain_attention(
+def test_same_seed_gives_the_same_bits_and_the_losses_of_sdpa(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """A seed gives the same bits again and the losses of plain attention."""
     pool = rank_pool(2)
     assert_equal_training(
         *(pool(soak, implementation, 1, 6) for implementation in ("distca", "distca", "sdpa"))
@@ -139,7 +139,7 @@ def test_seed_repeats_bits_and_losses_of_plain_attention(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_thousand_steps_of_random_batches_leave_nothing_behind() -> None:
+def test_a_thousand_steps_of_random_batches_leak_no_resources() -> None:
     ours, again, plain = (
         run_apart(implementation, 1000) for implementation in ("distca", "distca", "sdpa")
     )
@@ -151,8 +151,8 @@ def test_a_thousand_steps_of_random_batches_leave_nothing_behind() -> None:
         )
         warm = round(WARM_UP * len(seen.resident_bytes))
         assert max(seen.resident_bytes[warm:]) <= 1.01 * seen.resident_bytes[warm]
-        # Batches leave several tensors until the next one, more or fewer by chance, so the largest
-        # numbers differ from run to run. A leak raises the smallest.
+        # Several tensors of a batch stay until the next one. Their number depends on chance, so the
+        # largest differ from run to run. A leak raises the smallest.
         half = len(seen.tensors) // 2
         assert min(seen.tensors[half:]) <= min(seen.tensors[:half])
         assert len(set(seen.threads[warm:])) == 1
@@ -160,7 +160,7 @@ def test_a_thousand_steps_of_random_batches_leave_nothing_behind() -> None:
 
 
 def run_apart(implementation: str, steps: int) -> list[Soak]:
-    """In ranks of its own, whose memory no other test has used."""
+    """Run in new processes, whose memory no other test has used."""
     pool = RankPool(2)
     try:
         return pool(soak, implementation, 7, steps, timeout=900)

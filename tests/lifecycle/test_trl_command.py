@@ -1,5 +1,5 @@
-"""`trl sft` without a changed line: documents longer than a rank, dealt in the processes that the
-command starts.
+"""`trl sft` without a changed line, on documents longer than a rank: the processes that the command
+starts deal them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ output_dir: out
 """
 
 
-def trained(command: list[str], folder: Path) -> tuple[list[float], str]:
-    """Loss and gradient norm of each step, and what the command said."""
+def run_training(command: list[str], folder: Path) -> tuple[list[float], str]:
+    """Run the command, and return the loss and gradient norm of each step and the printed text."""
     said = run_program(command, folder, timeout=140)
     state = folder / "out/checkpoint-4/trainer_state.json"
     history = json.loads(state.read_text())["log_history"]
@@ -40,7 +40,7 @@ def trained(command: list[str], folder: Path) -> tuple[list[float], str]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("prompts", [False, True], ids=["text", "prompts and completions"])
-def test_trl_sft_trains_as_one_process_does(prompts: bool, tmp_path: Path) -> None:
+def test_trl_sft_on_two_ranks_trains_like_one_process(prompts: bool, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     write_model_and_documents(tmp_path)
     (tmp_path / "data").mkdir()
@@ -50,10 +50,10 @@ def test_trl_sft_trains_as_one_process_does(prompts: bool, tmp_path: Path) -> No
         "hf-distca run --attn-implementation distca --tokens-per-rank 16384 "
         "trl sft --accelerate_config configs/accelerate/cpu_2_processes.yaml --config sft.yaml"
     )
-    ours, said = trained(["48" if word == "16384" else word for word in words], tmp_path)
+    ours, said = run_training(["48" if word == "16384" else word for word in words], tmp_path)
     assert "to 2 ranks with 48 tokens each" in said
     alone = ["--num_processes", "1", "--attn_implementation", "sdpa", "--config", "sft.yaml"]
-    theirs, said = trained(
+    theirs, said = run_training(
         ["hf-distca", "run", "--tokens-per-rank", "96", "trl", "sft", *alone], tmp_path
     )
     assert "to 1 rank with 96 tokens" in said

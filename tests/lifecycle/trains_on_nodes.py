@@ -1,8 +1,7 @@
-"""A user's script, which trains a tiny model on dealt documents: `train.py` of the page on
-clusters.
+"""A user's script that trains a tiny model on dealt documents: `train.py` of the page on clusters.
 
-Arguments are settings as NAME=VALUE, max_steps, and ddp_timeout, which the Trainer itself would not
-heed on CPUs.
+Arguments are settings as NAME=VALUE, max_steps, and ddp_timeout, which the Trainer itself would
+ignore on CPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 import hf_distca
 from tiny_runs import COMMON, documents, losses, settings, tiny_llama
 
-TOKENS = 192  # of a global batch, on any number of ranks
+TOKENS = 192  # tokens of a global batch, on any number of ranks
 LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
 
 

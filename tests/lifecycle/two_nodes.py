@@ -1,6 +1,4 @@
-"""Two nodes on one machine: network namespaces with a cable between them, each with a host name of
-its own.
-"""
+"""Two nodes on one machine: network namespaces, joined by a cable, with different host names."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 TESTS = Path(__file__).parents[1]
-# The namespace's own host name, for nodes are told apart by it.
+# Each namespace gets a host name, because hf_distca recognizes nodes by it.
 _WITH_NAME = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
 
 
@@ -26,7 +24,7 @@ class Node(NamedTuple):
     """A network namespace.
 
     Attributes:
-        number: from 0.
+        number: its index.
         namespace: its name, which is also the host name inside.
     """
 
@@ -38,7 +36,7 @@ class Node(NamedTuple):
         return f"10.77.0.{self.number + 1}"
 
     def inside(self, words: Sequence[str]) -> list[str]:
-        """What runs a command on this node."""
+        """Return the command line that runs a command on this node."""
         return ["ip", "netns", "exec", self.namespace, *_WITH_NAME, self.namespace, *words]
 
     def set_cable(self, state: str) -> None:
@@ -46,7 +44,7 @@ class Node(NamedTuple):
         _ip("-n", self.namespace, "link", "set", "eth0", state)
 
     def kill(self) -> None:
-        """Kill everything that runs on this node, as a loss of power does."""
+        """Kill every process on this node, as a power loss does."""
         while pids := _ip("netns", "pids", self.namespace).split():
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -55,8 +53,8 @@ class Node(NamedTuple):
 
 
 class Command:
-    """A shell command on a node, or on the machine itself where that is None; `variables` are for
-    its environment.
+    """A shell command on a node, or on the machine itself if `node` is None. `variables` are added
+    to its environment.
     """
 
     def __init__(self, command: str, node: Node | None, folder: Path, **variables: str) -> None:
@@ -84,7 +82,7 @@ class Command:
         return self.file.read_text(errors="replace")
 
     def wait(self, timeout: float) -> int:
-        """Its exit code.
+        """Wait for the exit code.
 
         Raises:
             AssertionError: with its output, if it takes longer than `timeout` seconds.
@@ -95,7 +93,7 @@ class Command:
             raise AssertionError(f"still running after {timeout:g} s:\n{self.output}") from None
 
     def wait_for(self, text: str, timeout: float) -> None:
-        """Wait until it has printed a text."""
+        """Wait until the command has printed a text."""
         deadline = time.monotonic() + timeout
         while text not in self.output:
             assert self._process.poll() is None, f"ended without {text!r}:\n{self.output}"
@@ -105,7 +103,7 @@ class Command:
 
 @contextmanager
 def two_nodes() -> Iterator[list[Node]]:
-    """Two nodes that reach each other over eth0. In the end whatever runs there is killed."""
+    """Create two nodes that reach each other over eth0. At the end, kill every process on them."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("nodes are network namespaces, which need root and the command ip")
     nodes = [Node(number, f"distca-{os.getpid()}-{number}") for number in range(2)]

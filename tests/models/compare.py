@@ -1,11 +1,9 @@
-"""One tiny model under distca against the same weights, one document at a time, under transformers'
-own attention.
+"""Compares a tiny model under distca with each document alone under transformers' own attention.
 
-A document that runs alone needs no mask against others, so the oracle cannot share a masking
-mistake with what it judges; windows, chunks, sinks and scales are the model's own. Tolerances are
-relative to the norm of what is compared: in float64 the remaining difference comes from models that
-round parts of their layers to float32, which different token counts round differently. A leaked
-document, a wrong window or scale, or a dropped sink moves the logits by more than 1e-3.
+A document that runs alone needs no mask against other documents, so the reference has no masking
+mistakes. Tolerances are relative to norms: in float64, models still differ because they round
+parts of their layers to float32. A leaked document, a wrong window or scale, or a dropped sink
+changes the logits by more than 1e-3.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4}
 
 @dataclass
 class Calls:
-    """What reached an attention function."""
+    """The calls of an attention function."""
 
     count: int = 0
     variants: set[str] = field(default_factory=set)
     modules: set[torch.nn.Module] = field(default_factory=set)
 
     def idle(self, model: PreTrainedModel) -> list[str]:
-        """Self-attention modules of the kinds that called, which did not call themselves."""
+        """List modules that did not call, although modules of the same type did."""
         kinds = {type(module) for module in self.modules}
         modules = [
             (name, module) for name, module in model.named_modules() if "encoder_attn" not in name
@@ -55,7 +53,7 @@ class Calls:
 
 @dataclass
 class Outcome:
-    """What a forward and backward of several documents gave."""
+    """The results of forward and backward with several documents."""
 
     loss: float
     logits: list[torch.Tensor]
@@ -63,7 +61,7 @@ class Outcome:
 
 
 def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Random tokens, the same for the same position in `lengths`."""
+    """Make documents of random tokens, always with the same seed."""
     generator = torch.Generator().manual_seed(7)
     return [
         torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, (n,), generator=generator) for n in lengths
@@ -71,7 +69,7 @@ def documents(lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def spying(name: str) -> Iterator[Calls]:
+def spy_on(name: str) -> Iterator[Calls]:
     """Count the calls of an attention function while the block runs."""
     calls, known = Calls(), AttentionInterface._global_mapping
     original = known[name]
@@ -80,18 +78,18 @@ def spying(name: str) -> Iterator[Calls]:
         calls.count += 1
         calls.modules.add(module)
         given = dict(zip(("query", "key", "value", "attention_mask"), args, strict=False)) | kwargs
-        calls.variants |= _variants(
+        calls.variants |= _find_variants(
             given["query"], given["key"], given["value"], given.get("attention_mask"), kwargs
         )
         return original(module, *args, **kwargs)
 
-    # Else distca would find that it was replaced, and refuse.
+    # Without this entry, distca would refuse its replaced function.
     ours = {name: spy} if name in attention_names._registered else {}
     with patch.dict(known, {name: spy}), patch.dict(attention_names._registered, ours):
         yield calls
 
 
-def _variants(
+def _find_variants(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> set[str]:
     found = {
@@ -114,7 +112,7 @@ def _variants(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Models of many ages warn about themselves; what they compute is what counts here."""
+    """Silence transformers and distca, because many models log warnings."""
     level, ours = transformers.logging.get_verbosity(), logging.getLogger("hf_distca")
     our_level = ours.level
     transformers.logging.set_verbosity_error()
@@ -130,7 +128,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def without_table() -> Iterator[None]:
-    """Let refused families run, so that the table cannot be its own proof."""
+    """Let refused families run, so that results do not depend on the table."""
     with (
         patch.object(families, "FAMILIES", {}),
         patch.object(families, "WHOLE_DOCUMENT_FAMILIES", {}),
@@ -143,9 +141,7 @@ def takes(model: PreTrainedModel, argument: str) -> bool:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether position ids may be given: by name, or among keyword arguments that the model hands
-    on.
-    """
+    """Return whether a model takes position ids, by name or as further keyword arguments."""
     parameters = inspect.signature(model.forward).parameters.values()
     return takes(model, "position_ids") or any(p.kind == p.VAR_KEYWORD for p in parameters)
 
@@ -153,7 +149,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 def forward(
     model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None, **extra: Any
 ) -> torch.Tensor:
-    """Logits (batch, length, vocabulary) of the model."""
+    """Run the model, and return logits (batch, length, vocabulary)."""
     if positions is not None and takes_positions(model):
         extra["position_ids"] = positions
     if takes(model, "use_cache"):
@@ -168,7 +164,7 @@ def forward(
 
 
 def summed_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Sum of the next-token losses of a document."""
+    """Sum the next-token losses of a document."""
     return cross_entropy(logits[:-1].double(), tokens[1:], reduction="sum")
 
 
@@ -182,30 +178,28 @@ def finish(model: PreTrainedModel, docs: list[torch.Tensor], pieces: list[torch.
 
 
 def alone(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """Each document by itself, with the positions that the model makes of it."""
+    """Run each document alone, with the default positions of the model."""
     return finish(model, docs, [forward(model, d[None], None)[0] for d in docs])
 
 
-def counted(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Positions of a document of so many tokens, from where the model counts."""
+def count_positions(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Count the positions of a document from the first position of the model."""
     return torch.arange(length) + find_first_position(model)
 
 
 def packed(model: PreTrainedModel, docs: list[torch.Tensor], **extra: Any) -> Outcome:
-    positions = torch.cat([counted(model, len(d)) for d in docs])[None]
+    positions = torch.cat([count_positions(model, len(d)) for d in docs])[None]
     logits = forward(model, torch.cat(docs)[None], positions, **extra)[0]
     return finish(model, docs, list(logits.split([len(d) for d in docs])))
 
 
 def packed_with_mask_of_ones(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """A mask that masks nothing makes transformers look for no packed documents."""
+    """Run with a mask of ones, which keeps transformers from detecting packed documents."""
     return packed(model, docs, attention_mask=torch.ones(1, sum(map(len, docs)), dtype=torch.long))
 
 
 def packed_by_collator(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """What `PackingCollator` makes of the documents, which does not know where the model counts
-    from.
-    """
+    """Run the batch of `PackingCollator`, which does not know the first position of the model."""
     batch = PackingCollator()([{"input_ids": d} for d in docs])
     logits = forward(
         model, batch["input_ids"], batch["position_ids"], distca_documents=batch["distca_documents"]
@@ -214,7 +208,7 @@ def packed_by_collator(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outc
 
 
 def packed_with_numbered_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """A mask that numbers documents, as some packing loaders make it."""
+    """Run with a mask that numbers documents, as some packing loaders make it."""
     numbers = torch.repeat_interleave(
         torch.arange(1, len(docs) + 1), torch.tensor([len(d) for d in docs])
     )
@@ -222,9 +216,7 @@ def packed_with_numbered_mask(model: PreTrainedModel, docs: list[torch.Tensor]) 
 
 
 def packed_with_dense_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    """For transformers' own attention: each token sees its own document, whatever the model makes
-    of positions.
-    """
+    """Run transformers' own attention with a dense mask, so that documents stay apart."""
     document = torch.repeat_interleave(
         torch.arange(len(docs)), torch.tensor([len(d) for d in docs])
     )
@@ -236,7 +228,7 @@ def packed_with_dense_mask(model: PreTrainedModel, docs: list[torch.Tensor]) -> 
 
 
 def rows(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    positions = counted(model, len(docs[0])).expand(len(docs), -1)
+    positions = count_positions(model, len(docs[0])).expand(len(docs), -1)
     return finish(model, docs, list(forward(model, torch.stack(docs), positions)))
 
 
@@ -246,13 +238,13 @@ def padded(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
         [torch.nn.functional.pad(d, (0, length - len(d)), value=FIRST_ORDINARY_TOKEN) for d in docs]
     )
     mask = torch.stack([(torch.arange(length) < len(d)).long() for d in docs])
-    positions = counted(model, length).expand(len(docs), -1)
+    positions = count_positions(model, length).expand(len(docs), -1)
     logits = forward(model, ids, positions, attention_mask=mask)
     return finish(model, docs, [row[: len(d)] for row, d in zip(logits, docs, strict=True)])
 
 
 def difference(got: Outcome, want: Outcome) -> tuple[float, str]:
-    """The largest relative difference, and of what."""
+    """Find the largest relative difference, and the name of the tensor."""
     worst = (abs(got.loss - want.loss) / max(abs(want.loss), 1e-9), "loss")
     for number, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
         worst = max(worst, (_relative(a, b, 1e-9), f"logits of document {number}"))
@@ -279,11 +271,11 @@ Mode = Callable[[PreTrainedModel, list[torch.Tensor]], Outcome]
 def run(
     model_type: str, implementation: str, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]
 ) -> tuple[Outcome, Calls]:
-    """Build the model, run documents through it, see what calls attention."""
+    """Build the model, run documents, and check which modules call attention."""
     model = build(model_type, implementation, dtype)
     if implementation == "eager":
         return mode(model, documents(lengths)), Calls()
-    with spying(implementation) as calls:
+    with spy_on(implementation) as calls:
         outcome = mode(model, documents(lengths))
     if idle := calls.idle(model):
         raise RuntimeError(

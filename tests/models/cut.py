@@ -1,9 +1,7 @@
-"""One tiny model whose documents are cut over ranks, in any placement, against each document alone
-on one process.
+"""Compares documents that are cut over ranks with each document alone on one process.
 
-The batch is what a data set of shares gives: document positions, labels that are shifted already,
-and the documents of each run. Models with recurrent layers keep their states long, and compute in
-float64 throughout.
+The batch is like a share: positions, shifted labels, and the document of each run. Models with
+recurrent layers have long memory, and compute in float64 throughout.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from compare import (
     without_table,
 )
 from measure import WORKING, Result
-from tiny import build, with_long_memory
+from tiny import build, lengthen_memory
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -43,8 +41,8 @@ from tiny_runs import settings
 Parts = tuple[tuple[tuple[int, int, int], ...], ...]  # (document, start, end) on each rank
 CUT: Parts = (((0, 0, 17), (0, 40, 61), (2, 0, 1), (3, 5, 14)), ((1, 0, 9), (0, 17, 40), (3, 0, 5)))
 WHOLE: Parts = (((0, 0, 61),), ((1, 0, 9),))
-# Over four ranks: documents of 150, 9, 1 and 32 tokens, the first longer than three ranks hold, and
-# than two chunks of a delta rule.
+# Documents of 150, 9, 1 and 32 tokens over four ranks; the first document is longer than two chunks
+# of a delta rule.
 OVER_FOUR: dict[str, Parts] = {
     "one-token pieces": (
         ((0, 0, 60), *((0, a, a + 1) for a in range(60, 84, 4)), (1, 0, 1), (1, 4, 5), (1, 8, 9)),
@@ -63,14 +61,14 @@ OVER_FOUR: dict[str, Parts] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What ranks run.
+    """A case that ranks run.
 
     Attributes:
         model_type, dtype: of the model.
-        parts: of documents, by rank.
+        parts: the parts of documents on each rank.
         table: whether families.txt may refuse the model.
-        numbered: whether the batch says which document each run belongs to; else position ids alone
-            tell documents apart.
+        numbered: whether the batch gives the document of each run; if not, only position ids
+            separate documents.
         ping_pong: whether layers run as two nano-batches.
     """
 
@@ -93,13 +91,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank gets.
+    """The results of a rank.
 
     Attributes:
-        outcome: loss of the logits, logits of its parts, gradients summed over ranks.
-        own_loss: its part of the model's own loss.
-        sent_bytes, state_exchanges: by attention; by recurrent layers.
-        calls: of attention.
+        outcome: the loss and logits of its parts, and gradients summed over ranks.
+        own_loss: the part of the loss that the model computes itself.
+        sent_bytes, calls: of attention.
+        state_exchanges: of recurrent layers.
     """
 
     outcome: Outcome
@@ -110,7 +108,7 @@ class Share:
 
 
 def share(rank: int, case: Case) -> Share | str:
-    """What a rank gets of its parts of documents; the error, if there is one."""
+    """Run the parts of documents on this rank, and return the results or the error."""
     hf_distca.configure(settings(ping_pong=case.ping_pong, timeout_seconds=120.0))
     docs, parts = documents(case.lengths), case.parts[rank]
     numbers, starts, ends = zip(*parts, strict=True)
@@ -120,9 +118,9 @@ def share(rank: int, case: Case) -> Share | str:
         with (
             quiet(),
             nullcontext() if case.table else without_table(),
-            _precision(case.model_type),
+            _set_precision(case.model_type),
         ):
-            model = with_long_memory(build(case.model_type, "distca", case.dtype))
+            model = lengthen_memory(build(case.model_type, "distca", case.dtype))
             shifted = torch.cat([targets[d][start:end] for d, start, end in parts])[None]
             batch: dict[str, Any] = {
                 "input_ids": torch.cat([docs[d][start:end] for d, start, end in parts])[None],
@@ -131,7 +129,7 @@ def share(rank: int, case: Case) -> Share | str:
                 ],
                 "labels": torch.full_like(shifted, -100),
                 "shift_labels": shifted,
-                "num_items_in_batch": torch.tensor(_targets(case)),
+                "num_items_in_batch": torch.tensor(_count_targets(case)),
             }
             if case.numbered:
                 batch["distca_documents"] = PackedDocuments(sizes, starts, numbers)
@@ -157,47 +155,42 @@ def share(rank: int, case: Case) -> Share | str:
 def compare(
     pool: RankPool, case: Case, want: Outcome, work: Callable[[int, Case], Share | str] = share
 ) -> tuple[float, str, list[Share]]:
-    """The largest relative difference from whole documents, of what it is, and what ranks got;
-    infinite after an error.
-    """
+    """Return the largest relative difference (infinite after an error), its tensor, and shares."""
     ranks: list[Share | str] = pool(work, case, timeout=240)
     if errors := {rank for rank in ranks if isinstance(rank, str)}:
         return float("inf"), str(errors), []
     shares = [rank for rank in ranks if isinstance(rank, Share)]
-    return *difference(_joined(case, shares), want), shares
+    return *difference(_join(case, shares), want), shares
 
 
-def _alone_with_long_memory(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
-    return alone(with_long_memory(model), docs)
+def _run_with_long_memory(model: PreTrainedModel, docs: list[torch.Tensor]) -> Outcome:
+    return alone(lengthen_memory(model), docs)
 
 
 @cache
-def whole_documents(
+def run_whole(
     model_type: str, oracle: str, dtype: torch.dtype, lengths: tuple[int, ...]
 ) -> Outcome:
-    """Of each document alone, under transformers' own attention, on this process."""
-    with quiet(), _precision(model_type):
-        return run(model_type, oracle, dtype, _alone_with_long_memory, lengths)[0]
+    """Run each document alone, under transformers' own attention, on this process."""
+    with quiet(), _set_precision(model_type):
+        return run(model_type, oracle, dtype, _run_with_long_memory, lengths)[0]
 
 
 def over_ranks(pool: RankPool, measured: Result) -> str:
-    """What the table is to say of documents over ranks: "OVER_RANKS" if they are exact.
-
-    Returns:
-        That, or the reason why it is not.
+    """Return "OVER_RANKS" if documents over ranks are exact, and otherwise the reason.
 
     Raises:
-        AssertionError: if it is not and no reason is known.
+        AssertionError: no reason is known.
     """
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
     case = Case(measured.model_type, dtype, CUT)
-    whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
+    whole = run_whole(measured.model_type, measured.oracle, dtype, case.lengths)
     states, what, shares = compare(pool, case, whole)
     if states <= TOLERANCE[dtype]:
         assert any(rank.sent_bytes for rank in shares), (
             "nothing was exchanged, so nothing was tested"
         )
-        own = sum(rank.own_loss for rank in shares) * _targets(case) / whole.loss
+        own = sum(rank.own_loss for rank in shares) * _count_targets(case) / whole.loss
         return "OVER_RANKS" if abs(own - 1) <= TOLERANCE[dtype] else "OWN_LOSS"
     if "attention chunks" in what:
         return "CHUNKS"
@@ -207,34 +200,34 @@ def over_ranks(pool: RankPool, measured: Result) -> str:
 
 
 def check_two_ranks(pool: RankPool, measured: Result, *, ping_pong: bool = False) -> None:
-    """Fail unless a rank with a long document and one with short ones, which balance, give what
-    each document alone gives; in halves if told so.
+    """Check that a rank with a long document and a rank with short ones give the results of each
+    document alone.
 
     Raises:
-        AssertionError: states what differs.
+        AssertionError: names the tensor that differs.
     """
     dtype = torch.float64 if measured.dtype == "float64" else torch.float32
     packs = FAMILIES[measured.model_type] in ("PROVEN", "PACKED")
     short = ((1, 0, 9), (2, 0, 1), (3, 0, 7)) if packs else ((1, 0, 9),)
     parts = (((0, 0, 70),), short)
     case = Case(measured.model_type, dtype, parts, numbered=False, ping_pong=ping_pong)
-    whole = whole_documents(measured.model_type, measured.oracle, dtype, case.lengths)
+    whole = run_whole(measured.model_type, measured.oracle, dtype, case.lengths)
     value, what, shares = compare(pool, case, whole)
     assert value <= TOLERANCE[dtype], f"{what} differs by {value:.1e}"
     assert shares[0].sent_bytes, "nothing was exchanged, so nothing was tested"
     assert not ping_pong or shares[0].calls > measured.expected_calls, "no layer ran as halves"
 
 
-def _precision(model_type: str) -> AbstractContextManager[Any]:
+def _set_precision(model_type: str) -> AbstractContextManager[Any]:
     return Float64Throughout() if FAMILIES[model_type] == "PACKED" else nullcontext()
 
 
-def _targets(case: Case) -> int:
+def _count_targets(case: Case) -> int:
     return sum(case.lengths) - len(case.lengths)
 
 
-def _joined(case: Case, shares: list[Share]) -> Outcome:
-    """The outcome of whole documents."""
+def _join(case: Case, shares: list[Share]) -> Outcome:
+    """Join the parts to the outcome of whole documents."""
     held = zip(case.parts, shares, strict=True)
     pieces = {
         part: piece

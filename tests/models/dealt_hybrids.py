@@ -1,6 +1,4 @@
-"""Tiny hybrid models in the Trainer on documents that are cut over ranks, and on one process with
-each document alone.
-"""
+"""Trains tiny hybrid models on documents cut over ranks, or alone on one process."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from compare import documents, quiet
 from datasets import Dataset, disable_progress_bars
-from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of, with_long_memory
+from tiny import FIRST_ORDINARY_TOKEN, VOCABULARY, build, class_of, lengthen_memory
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
@@ -24,17 +22,17 @@ from hf_distca.integration.current_session import current_session
 from tiny_runs import COMMON, losses, settings
 
 LENGTHS = (250, 7, 1, 33, 90, 64, 12, 150, 5, 80, 2, 120)
-# Of a global batch; some documents are longer than a rank's part on two ranks, and one than all.
+# Tokens of a global batch; one document is longer, and some exceed a share of two ranks.
 TOKENS = 192
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how.
+    """A case of training.
 
     Attributes:
-        checkpointing: whether it is reentrant; None for none.
-        sharded: FSDP2 of transformers in place of DDP.
+        checkpointing: whether checkpointing is reentrant; None without checkpointing.
+        sharded: FSDP2 of transformers instead of DDP.
         steps: of the optimizer.
     """
 
@@ -56,15 +54,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank saw.
+    """The results of a rank.
 
     Attributes:
-        losses: and gradient norms, by steps.
-        weights: in the end.
+        losses: and gradient norms, of each step.
+        weights: after training.
         state_exchanges, halves: exchanges of recurrent layers; whether attention layers ran as
             nano-batches.
-        spanning: documents of all global batches that lay on several ranks.
-        states_mb: megabytes of states that this rank logged, of all micro-batches.
+        spanning: how many documents of all global batches lay on several ranks.
+        states_mb: megabytes of states in all micro-batches, from the log of this rank.
     """
 
     losses: list[float]
@@ -76,7 +74,7 @@ class Run:
 
 
 class OneByOne(Trainer):
-    """Trains on each document of a batch alone."""
+    """A Trainer that computes each document of a batch alone."""
 
     def compute_loss(
         self,
@@ -104,8 +102,8 @@ class OneByOne(Trainer):
         return (total / targets, {}) if return_outputs else total / targets
 
 
-def _model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
-    model = with_long_memory(build(case.model_type, implementation, torch.float32))
+def _build_model(case: Case, implementation: str, folder: Path) -> PreTrainedModel:
+    model = lengthen_memory(build(case.model_type, implementation, torch.float32))
     if case.sharded:
         from transformers.distributed import DistributedConfig
 
@@ -155,7 +153,7 @@ def train(
         else {"use_reentrant": case.checkpointing},
     }
     with quiet(), tempfile.TemporaryDirectory() as folder:
-        model = _model(case, implementation, Path(folder))
+        model = _build_model(case, implementation, Path(folder))
         kind = OneByOne if implementation == "sdpa" else Trainer
         rows = Dataset.from_dict({"input_ids": ids})
         evaluated = {"eval_dataset": rows} if case.evaluation else {}
@@ -176,7 +174,7 @@ def train(
             int(shares[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum())
             for item in items
         )
-        weights = {name: _whole(parameter) for name, parameter in trainer.model.named_parameters()}
+        weights = {name: _gather(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
     halves = any(key.nano for key in current_session().planner._used_keys)
@@ -187,12 +185,12 @@ def train(
     return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)
 
 
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
+def _gather(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-# Two global batches of two ranks, and by rank which of them it reads.
+# Document lengths of two global batches, and the batch that each rank reads.
 BATCHES = {
     "parts of other documents": ((64, 20, 44), (0, 1)),
     "whole documents": ((64, 32, 32), (0, 1)),
@@ -201,7 +199,7 @@ BATCHES = {
 
 
 def train_on_other_documents(rank: int, model_type: str, what: str) -> str:
-    """What a rank says if the second reads other documents than the first."""
+    """Return the error of this rank if the two ranks read different documents."""
     hf_distca.configure(settings(timeout_seconds=20.0))
     lengths, batches = BATCHES[what]
     rows = Dataset.from_dict({"input_ids": [doc.tolist() for doc in documents(lengths)]})

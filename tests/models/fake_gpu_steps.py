@@ -1,9 +1,7 @@
-"""A training step of a whole model on a GPU that is not there, as rank 0 of a group. For a process
-of `cuda_autograd`.
+"""A training step of a whole model on a fake GPU, as rank 0, in a process of `cuda_autograd`.
 
-Every operation runs for its device, dtype and shape alone. A step raises where the host would wait
-for the GPU. It records where work of two streams could touch the same memory at once. Messages of
-the other rank have the sizes that are awaited.
+Operations compute only device, dtype and shape. A step raises if the host would wait for the GPU,
+and records races between streams. Messages of the other rank have the expected sizes.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from hf_distca.schedule.layout import IntArray
 from host_syncs import NoHostSyncs
 
 LAYERS, TOKENS = 2, 1024
-LENGTHS = (1300, 300, 200, 148, 100)  # of the documents of a global batch
+LENGTHS = (1300, 300, 200, 148, 100)  # of documents in a global batch
 SIZES = {
     "num_hidden_layers": LAYERS,
     "vocab_size": 64,
@@ -46,7 +44,7 @@ SIZES = {
     "num_key_value_heads": 2,
     **dict.fromkeys(["pad_token_id", "bos_token_id", "eos_token_id"], 1),
 }
-# Where two layers of the default config are of one kind.
+# For families whose first two layers are of one kind by default.
 BOTH_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 KINDS = {"gemma4_text": BOTH_KINDS, "gemma3_text": BOTH_KINDS, "cohere2": BOTH_KINDS}
 
@@ -55,9 +53,9 @@ class Way(NamedTuple):
     """How a step runs.
 
     Attributes:
-        ranks: 1; or 2, that are dealt a batch.
+        ranks: 1, or 2 with a dealt batch.
         ping_pong: whether layers run as two nano-batches.
-        reentrant: the kind of gradient checkpointing; None for none.
+        reentrant: whether checkpointing is reentrant; None without checkpointing.
         autocast: whether the model is in float32 and computes in bfloat16.
     """
 
@@ -68,18 +66,18 @@ class Way(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What was counted in two equal steps, and seen in the second.
+    """Counts of two equal steps, and results of the second step.
 
     Attributes:
-        kernels: that attention ran in.
-        calls, recomputed_calls: of attention that computed, and that took its outputs from the
-            first forward.
-        kernel_calls, exchanges: forward and backward.
-        forward_operations, backward_operations: that were looked at.
-        beside: whether backward ran in a thread of its own.
-        races: of streams, in both steps.
+        kernels: the kernels that attention used.
+        calls, recomputed_calls: calls of attention that computed, and recomputes that took the
+            outputs of the first forward.
+        kernel_calls, exchanges: in forward and backward.
+        forward_operations, backward_operations: operations that were checked.
+        beside: whether backward ran in a separate thread.
+        races: between streams, in both steps.
         waits: of the host for events, in both steps.
-        wrong: parameters whose gradients have another device, dtype or shape, or that have none.
+        wrong: parameters with no gradient, or one of another device, dtype or shape.
     """
 
     kernels: list[str]
@@ -96,7 +94,7 @@ class Step(NamedTuple):
 
 
 class NoWaits(NoHostSyncs):
-    """Copies from page-locked memory to the GPU may be started: nobody waits for them."""
+    """Allows asynchronous copies to the GPU, which make no host wait."""
 
     def _check(
         self, func: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]
@@ -108,25 +106,22 @@ class NoWaits(NoHostSyncs):
 
 @dataclass(frozen=True, eq=False)
 class Group(AttentionGroup):
-    """Two ranks of which the other one announces the same as this one."""
+    """A group of two ranks; the other rank announces the same as this rank."""
 
     def gather(self, row: IntArray, *, activity: str) -> list[IntArray]:
-        """As `AttentionGroup.gather`."""
         return [row] * self.size
 
 
 @dataclass
 class Exchanges(Link):
-    """A link of a group that compares what was launched."""
+    """A link for a group that compares launched exchanges."""
 
     checksum = 0
 
 
 @contextmanager
 def in_group(group: AttentionGroup) -> Iterator[None]:
-    """A session's group, and no checks of a first step that need values: of a kernel, of a model's
-    positions, of its loss.
-    """
+    """Use this group, and skip the first-step checks of values: kernel, positions and loss."""
     with (
         patch.object(Session, "join_group", lambda session: group),
         patch.object(kernels, "mismatch_reason", lambda *case: None),
@@ -136,8 +131,8 @@ def in_group(group: AttentionGroup) -> Iterator[None]:
         yield
 
 
-def to_gpu(model: torch.nn.Module) -> None:
-    """Put tensors of the GPU in the place of a model's own."""
+def move_to_gpu(model: torch.nn.Module) -> None:
+    """Replace the tensors of a model by tensors on the GPU."""
     for module in model.modules():
         for tensors, kind in (
             (module._parameters, torch.nn.Parameter),
@@ -148,8 +143,8 @@ def to_gpu(model: torch.nn.Module) -> None:
                     tensors[name] = kind(torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA))
 
 
-def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
-    """Packed documents, or rank 0's share of a dealt batch."""
+def make_batch(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
+    """Make packed documents, or the share of rank 0 in a dealt batch."""
     packed = PackedDocuments((600, 424))
     if way.ranks > 1:
         shape = AttentionShape(4, 2, 32, 32, 2)
@@ -171,7 +166,7 @@ def batch_of(way: Way, config: hf_distca.DistCAConfig) -> dict[str, Any]:
 
 
 def step(family: str, way: Way) -> Step:
-    """Two steps: in the first, kernels and plans are chosen."""
+    """Run two steps; the first one chooses kernels and plans."""
     pairs = CostModel.make_of_pairs(AttentionShape(4, 2, 32, 32, 2))
     config = hf_distca.DistCAConfig(ping_pong=way.ping_pong, min_gain=0.0, cost_model=pairs)
     hf_distca.configure(config)
@@ -185,7 +180,7 @@ def step(family: str, way: Way) -> Step:
         model.enable_input_require_grads()
     gpu, streams, threads = Device(), Streams(), set[int]()
     group = Group((0, 1), 0, data=Exchanges(streams)) if way.ranks > 1 else AttentionGroup()  # type: ignore[arg-type]
-    # Fake tensors stand for a GPU's here: they have documents, and plans.
+    # The fake tensors stand for real tensors, which have documents and plans.
     with (
         fake_cuda(autograd=True),
         gpu.installed(),
@@ -193,16 +188,16 @@ def step(family: str, way: Way) -> Step:
         in_group(group),
         patch.object(dense_masks, "has_no_values", return_value=False),
     ):
-        to_gpu(model)
+        move_to_gpu(model)
         for _ in range(2):
-            batch = batch_of(way, config)
+            batch = make_batch(way, config)
             with NoWaits() as forward, torch.autocast("cuda", torch.bfloat16, enabled=way.autocast):
                 loss = model(**batch).loss
             loss.register_hook(lambda _: threads.add(get_ident()))
             with NoWaits() as backward:
                 loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
-        right = {name for name, p in model.named_parameters() if _alike(p, grads[name])}
+        right = {name for name, p in model.named_parameters() if _match(p, grads[name])}
     session = current_session()
     return Step(
         list(session.kernel_names),
@@ -219,6 +214,6 @@ def step(family: str, way: Way) -> Step:
     )
 
 
-def _alike(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
+def _match(parameter: torch.Tensor, grad: torch.Tensor | None) -> bool:
     kinds = [(x.device, x.dtype, x.shape) for x in (parameter, grad) if x is not None]
     return len(kinds) == 2 and kinds[0] == kinds[1] and kinds[0][0] == CUDA

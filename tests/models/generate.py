@@ -1,4 +1,4 @@
-"""Rewrite the table of families and its page from what running every family shows.
+"""Rewrite the table of families and the page of models from a run of every family.
 
 python tests/models/generate.py
 """
@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest has it there, too
+sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest adds this folder as well
 
 import torch
 from cut import over_ranks
@@ -26,8 +26,8 @@ from ranks import RankPool
 ROOT = Path(__file__).parents[2]
 TABLE = Path(families.__file__).with_suffix(".txt")
 PAGE = ROOT / "docs" / "models.md"
-# Why a family cannot work, by what was seen when it ran without the table. The first that fits is
-# taken.
+# (reason, types, pattern of the error without the table). The first row that matches a family gives
+# the reason.
 REASONS = (
     ("NO_ATTENTION", {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"}, None),
     (
@@ -52,12 +52,12 @@ REASONS = (
 )
 
 
-# What follows on the page is written there, by hand.
+# The rest of the page, from this heading on, is written by hand.
 NOTES = "\n## Models outside the table\n"
 
 
-def reason_of(result: Result) -> str:
-    """The name of the reason in families.py."""
+def find_reason(result: Result) -> str:
+    """Find the name of the reason in families.py."""
     seen = f"{result.status} {result.reason}"
     for name, types, pattern in REASONS:
         if result.model_type in (types or ()) or (pattern and re.search(pattern, seen)):
@@ -65,16 +65,16 @@ def reason_of(result: Result) -> str:
     raise ValueError(f"{result.model_type} does not work and no reason fits: {seen}")
 
 
-def table_of(results: list[Result]) -> dict[str, str]:
-    """Status or reason of every type."""
+def make_table(results: list[Result]) -> dict[str, str]:
+    """Map every type to its status or reason."""
     return {
-        result.model_type: WORKING.get(result.status) or reason_of(result) for result in results
+        result.model_type: WORKING.get(result.status) or find_reason(result) for result in results
     }
 
 
 def write(results: list[Result], cuts: dict[str, str]) -> None:
     groups: dict[str, list[str]] = {}
-    for model_type, group in table_of(results).items():
+    for model_type, group in make_table(results).items():
         groups.setdefault(group, []).append(model_type)
     for group in ("OVER_RANKS", "OWN_LOSS", "CHUNKS"):
         groups[group] = [model_type for model_type, found in cuts.items() if found == group]
@@ -91,12 +91,12 @@ def write(results: list[Result], cuts: dict[str, str]) -> None:
     if groups:
         raise ValueError(f"families.txt has no place for {groups}")
     TABLE.write_text(source)
-    PAGE.write_text(page(results, cuts))
+    PAGE.write_text(make_page(results, cuts))
 
 
-def page(results: list[Result], cuts: dict[str, str]) -> str:
-    """docs/models.md, with what each type showed, and its documents over ranks; its notes stay."""
-    table = table_of(results)
+def make_page(results: list[Result], cuts: dict[str, str]) -> str:
+    """Make docs/models.md from the results, and keep the notes at the end."""
+    table = make_table(results)
     by_group = {
         group: [result for result in results if table[result.model_type] == group]
         for group in (*families.PROVEN_GROUPS, *families.REFUSAL_REASONS)
@@ -120,30 +120,30 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
             "## Which types work with packed documents?",
             "The table lists types by the features that the comparison covered:",
         ),
-        *_features(by_group["PROVEN"]),
+        *_list_features(by_group["PROVEN"]),
         *_paragraph(
             "",
             f"In {counts['PACKED']} more types, recurrent layers (state space, convolution, linear"
             " attention) would carry state from one document to the next, but under distca [each"
             " document starts without a state](hybrid_models.md):",
         ),
-        *_features(by_group["PACKED"]),
+        *_list_features(by_group["PACKED"]),
         *_paragraph(
             "",
             "## Which types need one document a row?",
             f"{rows} types need one document a row: their attention keeps packed documents apart,"
             " but the rest of the model does not.",
             "- These types have recurrent layers that distca does not reset at each document:"
-            f" {_names(by_group['CARRIES_STATE'])}.",
+            f" {_join_names(by_group['CARRIES_STATE'])}.",
             "- These types take no position ids, and count positions through the whole row:"
-            f" {_names(by_group['NO_POSITIONS'])}. Their attention for packed documents was"
+            f" {_join_names(by_group['NO_POSITIONS'])}. Their attention for packed documents was"
             " compared with attention under a dense mask.",
             "## Which types are refused?",
         ),
         "| reason | types |",
         "|---|---|",
         *(
-            f"| {families.REFUSAL_REASONS[group]} | {_names(by_group[group])} |"
+            f"| {families.REFUSAL_REASONS[group]} | {_join_names(by_group[group])} |"
             for group in families.REFUSAL_REASONS
         ),
         *_paragraph(
@@ -168,7 +168,7 @@ def page(results: list[Result], cuts: dict[str, str]) -> str:
 
 
 def _paragraph(*texts: str) -> list[str]:
-    """Wrapped paragraphs, an empty line behind each; items of a list have none between them."""
+    """Wrap paragraphs with empty lines after them; list items have no empty lines between them."""
     lines: list[str] = []
     for text in texts:
         is_item = text.startswith("- ")
@@ -182,19 +182,19 @@ def _paragraph(*texts: str) -> list[str]:
     return lines
 
 
-def _names(results: list[Result]) -> str:
+def _join_names(results: list[Result]) -> str:
     return ", ".join(result.model_type for result in results)
 
 
-def _features(results: list[Result]) -> list[str]:
-    """A table of types by the features that were met."""
+def _list_features(results: list[Result]) -> list[str]:
+    """Make a table of types by the features that a run showed."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(", ".join(result.variants) or "none of these", []).append(result)
     return [
         "| features | types |",
         "|---|---|",
-        *(f"| {features} | {_names(found)} |" for features, found in sorted(groups.items())),
+        *(f"| {features} | {_join_names(found)} |" for features, found in sorted(groups.items())),
     ]
 
 

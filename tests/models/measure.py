@@ -1,4 +1,4 @@
-"""What distca does with a causal-LM type, found out by running it on this process alone."""
+"""Measures how distca works with a causal-LM type, by a run on one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 from hf_distca.integration.handle import ForwardBatch, LayerPlanner
 from hf_distca.integration.hooks import nano_batch_layers
 
-# The statuses with which a type is not refused, and their names in families.py.
+# The statuses of types that work, and their names in families.py.
 WORKING = {
     "proven": "PROVEN",
     "packed": "PACKED",
@@ -48,17 +48,19 @@ WORKING = {
 
 @dataclass
 class Result:
-    """What was found out about one type.
+    """The result of one type.
 
-    `status` is "proven" (equal for packed, full and padded rows); "packed" (the same, of a type
-    with recurrent layers, in which the library resets the state at each document); one of two
-    for types that are equal for one document a row: "carries state" (packed documents leak under
-    transformers' own attention just as they do under distca) and "no positions" (packed documents
-    stay apart in attention, as under a dense mask, but the type has position ids of its own, which
-    count on); or one of those that a family must be refused for: "refused" (UnsupportedError),
-    "silent" (runs without calling distca), "wrong" (runs and differs), "broken" (raises another
-    error), "unbuilt" (does not run without distca). `halves` is whether its layers can run as two
-    halves, with the same numbers.
+    Attributes:
+        status: types with these statuses work:
+            "proven": equal for packed, full and padded rows.
+            "packed": like "proven"; distca resets recurrent layers at each document.
+            "carries state": equal for one document a row; packed documents leak under
+                transformers' own attention as well.
+            "no positions": equal for one document a row; positions count through packed rows.
+            Types with these statuses must be refused: "refused" (UnsupportedError), "silent"
+            (distca is not called), "wrong" (results differ), "broken" (another error), "unbuilt"
+            (fails without distca).
+        halves: whether layers can run as two halves with equal results.
     """
 
     model_type: str
@@ -75,19 +77,19 @@ class Result:
 
 @cache
 def measure(model_type: str) -> Result:
-    """Run the type, whatever the table says of it."""
+    """Run the type without the table of families."""
     with quiet(), without_table():
         hf_distca.configure(hf_distca.DistCAConfig())
         result = Result(model_type, "unbuilt")
         try:
-            dtype, want = _oracle(model_type, result)
+            dtype, want = _run_oracle(model_type, result)
         except Exception as error:
             result.reason = _text(error)
             return result
         try:
             _judge(model_type, result, dtype, want)
             if result.status in WORKING:
-                result.halves = _halves(model_type, result, dtype, want)
+                result.halves = _check_halves(model_type, result, dtype, want)
         except UnsupportedError as error:
             result.status, result.reason = "refused", str(error)
         except Exception as error:
@@ -99,10 +101,8 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
 
 
-def _oracle(model_type: str, result: Result) -> tuple[torch.dtype, Outcome]:
-    """Every document alone, in the first of float64 and float32, sdpa and eager, that the model can
-    run.
-    """
+def _run_oracle(model_type: str, result: Result) -> tuple[torch.dtype, Outcome]:
+    """Run every document alone, in the first dtype and attention that the model supports."""
     errors = []
     for dtype in (torch.float64, torch.float32):
         for implementation in ("sdpa", "eager"):
@@ -118,14 +118,14 @@ def _oracle(model_type: str, result: Result) -> tuple[torch.dtype, Outcome]:
 
 
 def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> None:  # noqa: C901 - a case a line
-    got = _ours(model_type, result, dtype, packed, PACKED)
+    got = _run_ours(model_type, result, dtype, packed, PACKED)
     if _equal(result, "packed", got, want):
         result.status = "proven"
     elif not result.calls:
         result.status = "silent"
     elif takes(build(model_type, result.oracle, dtype), "position_ids"):
         stock, _ = run(model_type, result.oracle, dtype, packed, PACKED)
-        # Equal to stock and not to the documents alone: what leaks is not attention.
+        # Equal to stock, but not to documents alone: layers other than attention leak.
         result.status = (
             "carries state" if _equal(result, "packed, against stock", got, stock) else "wrong"
         )
@@ -137,10 +137,10 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
             else "wrong"
         )
     fitting, _ = run(model_type, result.oracle, dtype, alone, ROWS)
-    if not _equal(result, "rows", _ours(model_type, result, dtype, rows, ROWS), fitting):
+    if not _equal(result, "rows", _run_ours(model_type, result, dtype, rows, ROWS), fitting):
         result.status = "wrong"
     if not _equal_padded(
-        model_type, result, "padded", _ours(model_type, result, dtype, padded, PACKED), want
+        model_type, result, "padded", _run_ours(model_type, result, dtype, padded, PACKED), want
     ):
         result.status = "wrong"
     if result.status == "proven":
@@ -149,7 +149,7 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
             "packed by the collator": packed_by_collator,
         }
         if not all(
-            _equal(result, way, _ours(model_type, result, dtype, ways[way], PACKED), want)
+            _equal(result, way, _run_ours(model_type, result, dtype, ways[way], PACKED), want)
             for way in ways
         ):
             result.status = "wrong"
@@ -164,10 +164,8 @@ def _judge(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -
         )
 
 
-def numbers_in_masks(model_type: str) -> str:
-    """Whether a mask that numbers documents keeps them apart in all of a type: "exact", "refused",
-    or by how much it does not.
-    """
+def judge_numbered_masks(model_type: str) -> str:
+    """Return "exact" if a mask that numbers documents separates them, "refused", or the error."""
     result = measure(model_type)
     dtype = getattr(torch, result.dtype)
     with quiet():
@@ -182,7 +180,7 @@ def numbers_in_masks(model_type: str) -> str:
 
 @contextmanager
 def in_halves() -> Iterator[None]:
-    """Let all layers run as halves, on one rank as well, whatever the table says of the type."""
+    """Let the layers of all types run as halves, also on one rank."""
     with (
         patch.object(LayerPlanner, "uses_nano_batches", lambda self, batch, training: training),
         patch.object(ForwardBatch, "cannot_overlap", False),
@@ -195,10 +193,8 @@ def in_halves() -> Iterator[None]:
             hf_distca.configure(hf_distca.DistCAConfig())
 
 
-def _halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> bool:
-    """Whether layers can be cut, and documents alone, packed ones and padded rows are then what
-    they were.
-    """
+def _check_halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) -> bool:
+    """Return whether layers run as halves, with equal results for all rows that work."""
     modes = {"halves of a document": alone, "halves of padded rows": padded}
     if result.status in ("proven", "packed"):
         modes["halves of packed documents"] = packed
@@ -209,8 +205,8 @@ def _halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) 
                 name: run(model_type, "distca", dtype, mode, PACKED) for name, mode in modes.items()
             }
     except (RuntimeError, IndexError) as error:
-        # Outputs that cannot be joined, or shapes in the model's own code that do not fit a half.
-        # All else is a fault of ours.
+        # The outputs cannot be joined, or shapes in the model do not fit a half. All other errors
+        # are faults of distca.
         if isinstance(error, DistCAError) and not isinstance(error, UnsupportedError):
             raise
         return False
@@ -221,8 +217,7 @@ def _halves(model_type: str, result: Result, dtype: torch.dtype, want: Outcome) 
         for name, (got, _) in runs.items()
     )
     result.reason = reason
-    # A document of one token cannot be cut in tokens, but takes part; every layer that called once
-    # calls twice.
+    # A document of one token cannot be cut, but every layer that called once must call twice.
     return equal and runs["halves of a document"][1].count > result.expected_calls * len(PACKED)
 
 
@@ -234,7 +229,7 @@ def _equal(result: Result, mode: str, got: Outcome, want: Outcome) -> bool:
     return equal
 
 
-def _ours(
+def _run_ours(
     model_type: str, result: Result, dtype: torch.dtype, mode: Mode, lengths: tuple[int, ...]
 ) -> Outcome:
     got, calls = run(model_type, "distca", dtype, mode, lengths)
@@ -246,9 +241,7 @@ def _ours(
 
 
 def _equal_padded(model_type: str, result: Result, mode: str, got: Outcome, want: Outcome) -> bool:
-    """Whether rows with padding are equal to documents alone, or, where padding makes layers round
-    otherwise, to stock's rows.
-    """
+    """Return whether padded rows equal documents alone, or stock rows with the same rounding."""
     reason = result.reason
     if _equal(result, mode, got, want):
         return True

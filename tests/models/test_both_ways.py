@@ -1,6 +1,4 @@
-"""Text models whose tokens see all of their document: encoders, decoders with ``is_causal=False``,
-and prefixes, each document alone under sdpa against packed rows under distca.
-"""
+"""Models that attend both ways: encoders, decoders with ``is_causal=False``, and prefixes."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 DECODER = {"is_causal": False}
-# What a model needs besides, by its type.
+# Further config fields of each type.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
     "mistral": {**DECODER, "sliding_window": 9},
@@ -73,7 +71,7 @@ def build(kind: str, implementation: str) -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel, lengths: list[int], *, packed: bool) -> list[torch.Tensor]:
-    """Outputs of documents with these numbers of tokens, packed in a row or each alone."""
+    """Run documents, packed in a row or each alone, and return their outputs."""
     docs = [torch.randint(5, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
     rows = [docs] if packed else [[doc] for doc in docs]
     found: list[torch.Tensor] = []
@@ -90,7 +88,7 @@ def run(model: PreTrainedModel, lengths: list[int], *, packed: bool) -> list[tor
 
 
 def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[str, Any], int]:
-    """Outputs of this rank's documents, gradients of all, and bytes sent."""
+    """Run this rank's documents; return outputs, gradients summed over ranks, and sent bytes."""
     hf_distca.configure(settings())
     lengths = list(LENGTHS) if world == 1 else [list(LENGTHS[:1]), list(LENGTHS[1:])][rank]
     with quiet(), Float64Throughout():
@@ -105,7 +103,7 @@ def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[st
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_are_as_each_alone(
+def test_packed_documents_equal_each_document_alone(
     kind: str,
     world: int,
     rank_pool: Callable[[int], RankPool],

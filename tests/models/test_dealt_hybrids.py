@@ -1,6 +1,4 @@
-"""`hf_distca.deal` with hybrid models: documents that are cut over ranks train as whole documents
-on one process.
-"""
+"""`hf_distca.deal` with hybrid models: cut documents train like whole documents."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from turns import in_turn
 THREE = ("qwen3_next", "olmo_hybrid", "nemotron_h")
 
 
-def cases() -> list[Case]:
+def list_cases() -> list[Case]:
     found = [Case(name) for name in (*THREE, "kimi_linear", "lfm2")]
     for name in THREE:
         found += [
@@ -50,10 +48,10 @@ FAST = (
 
 
 @cache
-def one_process(
+def train_alone(
     model_type: str, lora: bool = False, evaluation: bool = False, steps: int = 3
 ) -> Run:
-    """Each document alone, under transformers' own attention."""
+    """Train on each document alone, under transformers' own attention."""
     return train(0, Case(model_type, 1, lora=lora, evaluation=evaluation, steps=steps), "sdpa")
 
 
@@ -62,21 +60,21 @@ def one_process(
     in_turn(
         [
             pytest.param(case, marks=[] if case in FAST else pytest.mark.slow, id=str(case))
-            for case in cases()
+            for case in list_cases()
         ],
         2,
     ),
 )
-def test_cut_documents_train_as_whole_ones_on_one_process(
+def test_cut_documents_train_like_whole_documents_on_one_process(
     case: Case, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    want = one_process(case.model_type, case.lora, case.evaluation, case.steps)
+    want = train_alone(case.model_type, case.lora, case.evaluation, case.steps)
     ranks: list[Run] = rank_pool(case.ranks)(train, case, timeout=300)
     assert len(want.losses) == 2 * case.steps + case.evaluation
     for run in ranks:
         assert run.losses == pytest.approx(want.losses, rel=1e-4)
         assert (bool(run.spanning), run.states_mb > 0) == (case.ranks > 1,) * 2
-        # One a layer in forward, and one in backward; none in recomputes.
+        # Each layer exchanges states in forward and backward, and not in recomputes.
         layers = sum("conv1d.weight" in name or "conv.conv.weight" in name for name in want.weights)
         assert run.state_exchanges == (2 * 2 * layers * case.steps if case.ranks > 1 else 0)
         assert run.halves == case.ping_pong
@@ -87,10 +85,10 @@ def test_cut_documents_train_as_whole_ones_on_one_process(
 
 @pytest.mark.parametrize("what", BATCHES)
 @pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "lfm2"], 2))
-def test_ranks_with_other_documents_say_so(
+def test_ranks_with_different_documents_raise_desync_errors(
     model_type: str, what: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """Before states are under way: messages of unequal sizes would end a process."""
+    """The error comes before states are sent: messages of unequal sizes would end a process."""
     pool = rank_pool(2)
     try:
         messages = pool(train_on_other_documents, model_type, what, timeout=60)

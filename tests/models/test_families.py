@@ -1,7 +1,7 @@
 """Every causal-LM type of transformers: proven equal, or refused by name.
 
-A run takes one of each variant, and one in forty of the others in turn; with `-m "slow or not
-slow"` all run, also on two ranks.
+By default, one type of each variant and a few other types run, in turn; `-m "slow or not slow"`
+runs all types.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cut import (
     check_two_ranks,
     compare,
     over_ranks,
+    run_whole,
     share,
-    whole_documents,
 )
-from generate import page, table_of
-from measure import Result, measure, numbers_in_masks
+from generate import make_page, make_table
+from measure import Result, judge_numbered_masks, measure
 from tiny import MODEL_TYPES, build
 
 import hf_distca
@@ -56,7 +56,7 @@ FAST = (
     "smollm3",
 )
 FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2", "roberta")
-# Of these, on two ranks: how a layer is cut differs.
+# The types that also run on two ranks; each cuts its layers in another way.
 PAIRED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
 ONE_IN = 80
 NUMBERED = {
@@ -66,26 +66,26 @@ NUMBERED = {
     "opt": "refused",
     "qwen3_next": "refused",
 }
-# What attention is called with differs: none of the keyword arguments, and the labels, too.
+# Their layers call attention without keyword arguments, or with labels as well.
 CALLED_OTHERWISE = ("nemotron", "gemma3n")
 
 
 @pytest.fixture(scope="module")
 def census() -> dict[str, Result]:
-    """What the types of this run showed, by type."""
+    """Give the results of this run, by type."""
     return {}
 
 
-def test_the_table_names_every_type_and_no_other() -> None:
+def test_table_lists_exactly_the_causal_lm_types() -> None:
     assert sorted(FAMILIES) == MODEL_TYPES
     assert len(WORKING) >= 120
 
 
 @pytest.mark.parametrize("model_type", in_turn(MODEL_TYPES, ONE_IN, FAST))
-def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Result]) -> None:
+def test_table_has_the_status_that_a_run_shows(model_type: str, census: dict[str, Result]) -> None:
     result = census[model_type] = measure(model_type)
     assert result.status != "wrong", result
-    assert table_of([result]) == {model_type: FAMILIES[model_type]}, result
+    assert make_table([result]) == {model_type: FAMILIES[model_type]}, result
     assert result.halves == (model_type in PING_PONG_FAMILIES), result
     if FAMILIES[model_type] in PROVEN_GROUPS:
         assert result.calls
@@ -100,27 +100,25 @@ def test_the_table_says_what_running_shows(model_type: str, census: dict[str, Re
     in_turn([n for n in WORKING if FAMILIES[n] in ("PROVEN", "PACKED")], ONE_IN, tuple(NUMBERED)),
 )
 def test_a_mask_that_numbers_documents_is_exact_or_refused(model_type: str) -> None:
-    """Refused where more than attention may read it, as in recurrent layers, and for types that the
-    table does not have.
-    """
-    found = numbers_in_masks(model_type)
+    """Types whose other layers may read the mask refuse it."""
+    found = judge_numbered_masks(model_type)
     assert (
         found == NUMBERED[model_type] if model_type in NUMBERED else found in ("exact", "refused")
     )
 
 
-def test_the_page_is_that_of_the_table(
+def test_models_page_equals_the_generated_page(
     census: dict[str, Result], request: pytest.FixtureRequest
 ) -> None:
     if len(census) < len(MODEL_TYPES):
         pytest.skip("needs all types, in one run")
     page_file = request.config.rootpath / "docs" / "models.md"
-    # Each is compared below.
+    # Another test compares each type.
     cuts = {name: families.WHOLE_DOCUMENT_FAMILIES.get(name, "OVER_RANKS") for name in WORKING}
-    assert page_file.read_text() == page([census[name] for name in MODEL_TYPES], cuts)
+    assert page_file.read_text() == make_page([census[name] for name in MODEL_TYPES], cuts)
 
 
-def test_documents_over_ranks_are_proven_or_refused() -> None:
+def test_table_proves_or_refuses_cut_documents_of_every_type() -> None:
     assert CUT_DOCUMENT_FAMILIES | set(families.WHOLE_DOCUMENT_FAMILIES) == set(WORKING)
     assert not CUT_DOCUMENT_FAMILIES & set(families.WHOLE_DOCUMENT_FAMILIES)
 
@@ -128,7 +126,7 @@ def test_documents_over_ranks_are_proven_or_refused() -> None:
 @pytest.mark.parametrize(
     "model_type", in_turn(WORKING, ONE_IN, ("llama", "lfm2", *CALLED_OTHERWISE))
 )
-def test_the_table_says_what_documents_over_two_ranks_show(
+def test_table_has_the_status_of_documents_over_two_ranks(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     found = over_ranks(rank_pool(2), measure(model_type))
@@ -140,28 +138,28 @@ def test_the_table_says_what_documents_over_two_ranks_show(
     "model_type",
     in_turn([name for name in WORKING if FAMILIES[name] == "PACKED"], ONE_IN, ("nemotron_h",)),
 )
-def test_recurrent_layers_of_documents_over_four_ranks(
+def test_recurrent_layers_are_exact_over_four_ranks(
     model_type: str, placement: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """In float64 exact; in float32 as near as whole documents are."""
+    """In float32, results are as close as those of whole documents."""
     errors = {}
     for dtype in (torch.float64, torch.float32):
         case = Case(model_type, dtype, OVER_FOUR[placement])
-        whole = whole_documents(model_type, "sdpa", torch.float64, case.lengths)
+        whole = run_whole(model_type, "sdpa", torch.float64, case.lengths)
         errors[dtype], what, shares = compare(rank_pool(4), case, whole)
         assert shares[0].state_exchanges, what
         assert len({one.state_exchanges for one in shares}) == 1
-    rounded = whole_documents(model_type, "sdpa", torch.float32, case.lengths)
+    rounded = run_whole(model_type, "sdpa", torch.float32, case.lengths)
     assert errors[torch.float64] <= 1e-5
     assert errors[torch.float32] <= max(1e-5, 2 * difference(rounded, whole)[0])
 
 
-# One for each reason why documents must be whole, and all whose recurrent layers are not proven.
+# One type for each reason, and all types whose recurrent layers are not proven.
 @pytest.mark.parametrize(
     "model_type",
     ["jamba", "minimax", "recurrent_gemma", "zamba", "zaya", "bart", "whisper", "llama4_text"],
 )
-def test_a_document_in_several_parts_is_refused_on_all_ranks(
+def test_cut_documents_of_unproven_types_are_refused_on_all_ranks(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
     for error in rank_pool(2)(share, Case(model_type, torch.float64, CUT, table=True)):
@@ -173,13 +171,12 @@ def test_a_document_in_several_parts_is_refused_on_all_ranks(
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "bart", "whisper"])
-def test_whole_documents_that_could_be_cut_are_not_refused(
+def test_types_that_refuse_cut_documents_compute_whole_documents(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    """Whole documents are not refused because they could have been cut."""
     measured = measure(model_type)
     case = Case(model_type, torch.float64, WHOLE, table=True)
-    want = whole_documents(model_type, measured.oracle, torch.float64, case.lengths)
+    want = run_whole(model_type, measured.oracle, torch.float64, case.lengths)
     for rank, parts in zip(rank_pool(2)(share, case), WHOLE, strict=True):
         assert isinstance(rank, Share), rank
         for logits, (document, *_) in zip(rank.outcome.logits, parts, strict=True):
@@ -194,8 +191,7 @@ def test_whole_documents_that_could_be_cut_are_not_refused(
         if FAMILIES[name] in REFUSAL_REASONS and FAMILIES[name] != "UNBUILT"
     ],
 )
-def test_refused_types_refuse_before_a_step_or_cannot_start(model_type: str) -> None:
-    """A refused type that can be loaded refuses before a step or cannot start."""
+def test_refused_types_raise_before_a_training_step(model_type: str) -> None:
     with (
         quiet(),
         pytest.raises((hf_distca.UnsupportedError, KeyError), match=r"distca|bidirectional"),
@@ -204,10 +200,10 @@ def test_refused_types_refuse_before_a_step_or_cannot_start(model_type: str) -> 
 
 
 def start(model_type: str) -> None:
-    """What a user does: load the model (some look the name up themselves), and train a step."""
+    """Load the model (some look up the name of attention), and run a step, like a user."""
     model = build(model_type, "distca", torch.float32)
     forward(model, documents((8,))[0][None], torch.arange(8)[None])
-    check_family(model_type)  # asked by the Trainer's callback, for those that call nothing of ours
+    check_family(model_type)  # the Trainer's callback checks types that do not call distca
 
 
 @pytest.mark.parametrize("model_type", in_turn(WORKING, ONE_IN, PAIRED))

@@ -1,8 +1,7 @@
-"""Kernels of fla (flash-linear-attention) and mamba-ssm in models whose documents are packed, and
-cut over two ranks.
+"""Kernels of fla (flash-linear-attention) and mamba-ssm with packed and cut documents.
 
-Triton's interpreter stands in for a GPU. All other tests need an environment without these
-packages, which transformers would call on a CPU as well, so install them in a folder of their own:
+Triton's interpreter replaces a GPU. All other tests need an environment without these packages,
+which transformers would call on a CPU as well, so install them in a separate folder:
 
     pip install --no-deps --target FOLDER fla-core triton einops
     PYTHONPATH=FOLDER MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE \
@@ -25,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 from compare import Outcome, difference
-from cut import Case, Parts, Share, compare, share, whole_documents
+from cut import Case, Parts, Share, compare, run_whole, share
 from tiny import class_of
 
 from hf_distca.borrowed import is_of_package
@@ -43,23 +42,21 @@ CUT: Parts = (((0, 0, 17), (0, 29, 40), (1, 0, 1)), ((0, 17, 29), (2, 0, 9)))
 
 
 class Int(int):
-    """What a range in a kernel gives: under the interpreter plain integers, which have no `to`."""
+    """An integer with the method `to`, which kernels call on indices of ranges."""
 
     def to(self, _: Any) -> Int:
         return self
 
 
-def integers(*bounds: int) -> Iterator[Int]:
+def count(*bounds: int) -> Iterator[Int]:
     return map(Int, builtins.range(*bounds))
 
 
 def share_with_package(rank: int, case: Case) -> Share | str:
-    """As `share`, where models run kernels of a package, in a process that was started with
-    TRITON_INTERPRET=1.
-    """
+    """Run `share` with kernels of a package, in a process with TRITON_INTERPRET=1."""
     from triton.runtime.autotuner import Autotuner
 
-    # There is no GPU on which one of its settings would be the fastest.
+    # Without a GPU, autotuning cannot time its settings.
     Autotuner._bench = lambda *_, **__: [0.0] * 3
     package, function = RULES[case.model_type]
     prepare_fla() if package == "fla" else prepare_mamba()
@@ -70,13 +67,11 @@ def share_with_package(rank: int, case: Case) -> Share | str:
 
 def prepare_fla() -> None:
     for name in ("chunk_delta_h", "chunk_o", "chunk_scaled_dot_kkt"):
-        importlib.import_module(f"fla.ops.common.{name}").range = integers
+        importlib.import_module(f"fla.ops.common.{name}").range = count
 
 
 def prepare_mamba() -> None:
-    """Without the parts of the package that are compiled: the scan of Mamba 1, and convolution and
-    scan in one.
-    """
+    """Import the package without its compiled parts: the scan of Mamba 1, and a fused kernel."""
     sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
     torch.cuda.device = lambda _: nullcontext()
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=8)
@@ -85,27 +80,27 @@ def prepare_mamba() -> None:
     ).mamba_split_conv1d_scan_combined
 
 
-def whole_without_packages(rank: int, case: Case) -> Outcome:
-    """Each document alone, with the functions of transformers."""
+def run_without_packages(rank: int, case: Case) -> Outcome:
+    """Run each document alone, with the functions of transformers."""
     sys.modules |= {"fla": None, "mamba_ssm": None}  # type: ignore[dict-item]
-    return whole_documents(case.model_type, "sdpa", case.dtype, case.lengths)
+    return run_whole(case.model_type, "sdpa", case.dtype, case.lengths)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("parts", [PACKED, CUT], ids=["packed", "cut over two ranks"])
 @pytest.mark.parametrize("model_type", RULES)
-def test_kernels_of_packages_equal_whole_documents_without_them(
+def test_kernels_of_packages_equal_functions_of_transformers(
     model_type: str, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec(RULES[model_type][0]) is None:
-        pytest.skip(f"needs {RULES[model_type][0]}, installed as said above")
+        pytest.skip(f"needs {RULES[model_type][0]}, installed as stated at the top of this file")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     case = Case(model_type, torch.float32, parts, numbered=len(parts) > 1)
     oracle, pool = RankPool(1), RankPool(len(parts))
     try:
         want, rounded = (
-            oracle(whole_without_packages, replace(case, dtype=dtype))[0]
+            oracle(run_without_packages, replace(case, dtype=dtype))[0]
             for dtype in (torch.float64, torch.float32)
         )
         value, what, shares = compare(pool, case, want, share_with_package)

@@ -1,4 +1,4 @@
-"""The kinds of layers that a config tells: the plans that layers ask for at their first forward."""
+"""The plan keys that a config gives are those that layers request in their first forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES.split())
-def test_they_are_the_plans_that_layers_ask_for(
+def test_listed_keys_are_the_plans_that_layers_request(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
@@ -48,10 +48,10 @@ def test_they_are_the_plans_that_layers_ask_for(
     assert len(keys) == len(asked)
     assert list_layer_keys(model.config, None, "cpu") == keys
     plain = [key.window is None for key in keys]
-    assert plain == sorted(plain, reverse=True)  # those without a window first
+    assert plain == sorted(plain, reverse=True)  # keys without a window are first
 
 
-def test_bytes_are_those_of_the_dtype_that_attention_computes_in() -> None:
+def test_element_bytes_are_those_of_the_dtype_of_attention() -> None:
     config = LlamaConfig(
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, dtype="bfloat16"
     )
@@ -74,7 +74,7 @@ SMALL = {
     ("config", "windows"),
     [
         (MistralConfig(**SMALL, sliding_window=None), [None]),
-        (Qwen2Config(**SMALL, sliding_window=40), [None]),  # it has to be switched on
+        (Qwen2Config(**SMALL, sliding_window=40), [None]),  # use_sliding_window is False
         (
             Qwen2Config(**SMALL, sliding_window=40, use_sliding_window=True, max_window_layers=3),
             [None, 40],
@@ -82,13 +82,13 @@ SMALL = {
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_windows_are_those_of_the_kinds_of_layers(
+def test_windows_follow_the_layer_types_of_a_config(
     config: PreTrainedConfig, windows: list[int | None]
 ) -> None:
     assert [key.window for key in list_layer_keys(config, None, "cpu")] == windows
 
 
-def test_latent_attention_has_its_own_widths() -> None:
+def test_latent_attention_has_separate_key_and_value_widths() -> None:
     config = DeepseekV3Config(
         num_attention_heads=8,
         qk_nope_head_dim=24,
@@ -99,7 +99,7 @@ def test_latent_attention_has_its_own_widths() -> None:
     assert list_layer_keys(config, None, "cpu")[0].shape == AttentionShape(8, 8, 32, 16, 4)
 
 
-def test_what_cannot_be_read_is_said() -> None:
+def test_configs_without_attention_layers_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"must have one of num_attention_heads.*head_dim.*Give shapes="
     ):

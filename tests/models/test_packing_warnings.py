@@ -1,4 +1,4 @@
-"""What is said of packed documents in models that keep them apart in attention only."""
+"""Warnings about packed documents that a model separates only in attention."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CARRYING = "layers .* carry state from one document to the next"
 UNPOSITIONED = "take no position ids: .* positions count on"
 
 
-def warnings_of(
+def list_warnings(
     model_type: str,
     lengths: tuple[int, ...],
     caplog: pytest.LogCaptureFixture,
     padding_rows: int = 0,
 ) -> list[str]:
-    """What two forwards of a packed row say, with rows of padding after it."""
+    """List the warnings of two forwards of a packed row, with rows of padding after it."""
     hf_distca.configure()
     warn_once.cache_clear()
     with quiet():
@@ -42,33 +42,33 @@ def warnings_of(
 @pytest.mark.parametrize(
     ("model_type", "said"), [("jamba", CARRYING), ("zamba", CARRYING), ("bart", UNPOSITIONED)]
 )
-def test_packed_documents_are_warned_of_once(
+def test_leaks_between_packed_documents_are_logged_once(
     model_type: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    messages = warnings_of(model_type, (9, 5), caplog)
+    messages = list_warnings(model_type, (9, 5), caplog)
     assert len(messages) == 1
     assert f"{model_type} models" in messages[0]
     assert re.search(said, messages[0])
 
 
-def test_rows_of_padding_hide_no_packed_documents(caplog: pytest.LogCaptureFixture) -> None:
-    """As many documents as rows, and two of them in one."""
-    assert len(warnings_of("jamba", (9, 5), caplog, padding_rows=1)) == 1
+def test_rows_of_padding_do_not_hide_packed_documents(caplog: pytest.LogCaptureFixture) -> None:
+    """The batch has as many documents as rows, but one row has two documents."""
+    assert len(list_warnings("jamba", (9, 5), caplog, padding_rows=1)) == 1
 
 
 @pytest.mark.parametrize(
     ("model_type", "lengths"),
     [("jamba", (14,)), ("bart", (14,)), ("llama", (9, 5)), ("qwen3_next", (9, 5))],
 )
-def test_nothing_is_said_where_nothing_leaks(
+def test_documents_that_do_not_leak_cause_no_warning(
     model_type: str, lengths: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert warnings_of(model_type, lengths, caplog) == []
+    assert list_warnings(model_type, lengths, caplog) == []
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "distca"])
-def test_llama_4_scales_queries_by_place_in_the_row(implementation: str) -> None:
-    """As docs/models.md says: only beyond `floor_scale` tokens a row, and under any attention."""
+def test_llama_4_scales_queries_by_position_in_the_row(implementation: str) -> None:
+    """Scaling begins after `floor_scale` tokens of a row, under any attention."""
     lengths, found = (9, 5), {}
     for scale in (4, 15):
         with quiet():

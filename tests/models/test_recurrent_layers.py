@@ -1,6 +1,4 @@
-"""Recurrent layers of hybrid models along packed documents: in recomputes and evaluation, with
-packages, beside other models.
-"""
+"""Recurrent layers of hybrid models reset their states at packed documents."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from compare import Outcome, alone, difference, documents, finish, forward, packed, quiet
-from tiny import build, with_long_memory
+from tiny import build, lengthen_memory
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DynamicCache, PreTrainedModel
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
@@ -42,18 +40,18 @@ KINDS = ("olmo_hybrid", "kimi_linear", "nemotron_h", "zamba2", "lfm2")
 CLOSE = 2e-5  # the layers compute in float32
 
 
-def model_of(model_type: str, implementation: str = "distca") -> PreTrainedModel:
+def get_model(model_type: str, implementation: str = "distca") -> PreTrainedModel:
     hf_distca.configure()
     with quiet():
-        return with_long_memory(build(model_type, implementation, torch.float64))
+        return lengthen_memory(build(model_type, implementation, torch.float64))
 
 
 @cache
-def expected(model_type: str, lengths: tuple[int, ...] = LENGTHS) -> Outcome:
-    return alone(model_of(model_type, "sdpa"), documents(lengths))
+def expect(model_type: str, lengths: tuple[int, ...] = LENGTHS) -> Outcome:
+    return alone(get_model(model_type, "sdpa"), documents(lengths))
 
 
-def positions_of(lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+def get_positions(lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in lengths])[None]
 
 
@@ -63,7 +61,7 @@ def check(got: Outcome, want: Outcome) -> None:
 
 
 def wrap_layers(model: PreTrainedModel) -> None:
-    """As accelerate's FSDP plugin checkpoints."""
+    """Wrap layers for checkpointing like the FSDP plugin of accelerate."""
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = checkpoint_wrapper(layer)
 
@@ -84,82 +82,79 @@ CHECKPOINTING: dict[str, Callable[[PreTrainedModel], None]] = {
     ("model_type", "checkpointing"),
     in_turn(itertools.product(KINDS, CHECKPOINTING), 4, [("nemotron_h", "not reentrant")]),
 )
-def test_recomputes_begin_documents_where_the_forward_did(
-    model_type: str, checkpointing: str
-) -> None:
-    model = model_of(model_type)
+def test_recomputes_reset_states_at_the_same_documents(model_type: str, checkpointing: str) -> None:
+    model = get_model(model_type)
     CHECKPOINTING[checkpointing](model)
     got = packed(model, documents(LENGTHS))
     grads = {
         name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.grads.items()
     }
-    check(Outcome(got.loss, got.logits, grads), expected(model_type))
+    check(Outcome(got.loss, got.logits, grads), expect(model_type))
 
 
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 4, ["nemotron_h"]))
-def test_micro_batches_in_flight_keep_to_their_own_documents(model_type: str) -> None:
-    model, other = model_of(model_type), (9, 40, 60)
+def test_micro_batches_in_flight_keep_their_own_documents(model_type: str) -> None:
+    model, other = get_model(model_type), (9, 40, 60)
     checkpoint_layers(model, use_reentrant=False)
     graphs = []
     for lengths in (LENGTHS, other):
         docs = documents(lengths)
-        logits = forward(model, torch.cat(docs)[None], positions_of(lengths))[0]
+        logits = forward(model, torch.cat(docs)[None], get_positions(lengths))[0]
         graphs.append((docs, list(logits.split(list(lengths)))))
     got = [finish(model, docs, pieces) for docs, pieces in graphs]
-    both = model_of(model_type, "sdpa")
+    both = get_model(model_type, "sdpa")
     alone(both, documents(LENGTHS))
     check(got[1], alone(both, documents(other)))
 
 
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
-def test_rows_with_padding_and_several_documents(model_type: str) -> None:
+def test_documents_in_padded_rows_equal_each_document_alone(model_type: str) -> None:
     docs = documents((20, 7, 30, 1, 9))
     pad = torch.full((5,), 40)
     rows = torch.stack([torch.cat([*docs[:2], pad, pad, pad[:3]]), torch.cat([*docs[2:]])])
-    padded = torch.cat([positions_of((20, 7)), torch.arange(7, 20)[None]], 1)
-    positions = torch.cat([padded, positions_of((30, 1, 9))])
+    padded = torch.cat([get_positions((20, 7)), torch.arange(7, 20)[None]], 1)
+    positions = torch.cat([padded, get_positions((30, 1, 9))])
     rows, positions = (torch.cat([part, part[:1]]) for part in (rows, positions))
     mask = torch.ones_like(rows)
     mask[0, 27:] = 0
     mask[2] = 0  # padding alone
-    model = model_of(model_type)
+    model = get_model(model_type)
     logits = forward(model, rows, positions, attention_mask=mask)
     pieces = [*logits[0, :27].split([20, 7]), *logits[1].split([30, 1, 9])]
-    check(finish(model, docs, pieces), alone(model_of(model_type, "sdpa"), docs))
+    check(finish(model, docs, pieces), alone(get_model(model_type, "sdpa"), docs))
 
 
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["nemotron_h"]))
 @pytest.mark.parametrize(
     "lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3)
 )
-def test_documents_go_on_in_the_next_row_if_their_lengths_say_so(
+def test_documents_continue_in_the_next_row_if_their_lengths_do(
     model_type: str, lengths: tuple[int, ...]
 ) -> None:
-    """As in attention, for which a batch is one row after another."""
     docs = documents(lengths)
-    model, rows = model_of(model_type), torch.cat(docs).view(2, 20)
-    positions = positions_of(lengths).view(2, 20)
+    model, rows = get_model(model_type), torch.cat(docs).view(2, 20)
+    positions = get_positions(lengths).view(2, 20)
     logits = forward(model, rows, positions, distca_documents=PackedDocuments(lengths))
     pieces = list(logits.flatten(0, 1).split(list(lengths)))
-    check(finish(model, docs, pieces), expected(model_type, lengths))
+    check(finish(model, docs, pieces), expect(model_type, lengths))
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
-def test_states_begin_with_documents_by_any_key(key: str) -> None:
+def test_states_reset_at_documents_given_by_any_key(key: str) -> None:
     docs = documents((20, 7))
-    model = model_of("lfm2")
+    model = get_model("lfm2")
     said = {key: say_documents((20, 7))[key]}
     logits = model(input_ids=torch.cat(docs)[None], use_cache=False, **said).logits
-    check(finish(model, docs, list(logits[0].split([20, 7]))), expected("lfm2", (20, 7)))
+    check(finish(model, docs, list(logits[0].split([20, 7]))), expect("lfm2", (20, 7)))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_evaluation_fills_no_cache_and_leaks_nothing(model_type: str) -> None:
-    model = model_of(model_type).eval()
+def test_evaluation_fills_no_cache_and_leaks_no_state(model_type: str) -> None:
+    model = get_model(model_type).eval()
     model.config.use_cache = True
     docs = documents(LENGTHS)
-    batch = {"input_ids": torch.cat(docs)[None], "position_ids": positions_of()}
-    plain = model_of(model_type, "sdpa").eval()
+    batch = {"input_ids": torch.cat(docs)[None], "position_ids": get_positions()}
+    plain = get_model(model_type, "sdpa").eval()
     with torch.no_grad():
         logits = model(**batch).logits[0].split(list(LENGTHS))
         want = [plain(input_ids=doc[None], use_cache=False).logits[0] for doc in docs]
@@ -173,13 +168,13 @@ def test_evaluation_fills_no_cache_and_leaks_nothing(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_generation_goes_on_from_its_cache_as_ever(model_type: str) -> None:
+def test_generation_with_a_cache_is_the_same_as_with_sdpa(model_type: str) -> None:
     ids = torch.stack(documents((12, 12)))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0  # padded on the left
     written = []
     for implementation in ("sdpa", "distca"):
-        model = model_of(model_type, implementation).eval()
+        model = get_model(model_type, implementation).eval()
         with quiet():
             written.append(
                 model.generate(
@@ -190,29 +185,27 @@ def test_generation_goes_on_from_its_cache_as_ever(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_other_attention_beside_it_is_left_alone(model_type: str) -> None:
+def test_models_with_other_attention_are_not_changed(model_type: str) -> None:
     with patch.object(
         recurrent_layers, "make_recurrent_rows", side_effect=AssertionError("asked for rows")
     ):
-        leaking = packed(model_of(model_type, "sdpa"), documents(LENGTHS))
-    assert difference(leaking, expected(model_type))[0] > 1e-2
+        leaking = packed(get_model(model_type, "sdpa"), documents(LENGTHS))
+    assert difference(leaking, expect(model_type))[0] > 1e-2
 
 
 @pytest.mark.parametrize("axes", [3, 4])
-def test_positions_on_several_axes_tell_documents(axes: int) -> None:
+def test_documents_are_read_from_positions_on_several_axes(axes: int) -> None:
     docs = documents(LENGTHS)
-    model, positions = model_of("qwen3_5_text"), positions_of().expand(axes, 1, -1)
+    model, positions = get_model("qwen3_5_text"), get_positions().expand(axes, 1, -1)
     logits = forward(model, torch.cat(docs)[None], positions)[0]
-    check(finish(model, docs, list(logits.split(list(LENGTHS)))), expected("qwen3_5_text"))
+    check(finish(model, docs, list(logits.split(list(LENGTHS)))), expect("qwen3_5_text"))
 
 
 @pytest.mark.parametrize("given", ["positions", "lengths"])
-def test_documents_are_read_once_a_micro_batch(given: str) -> None:
-    """Without their lengths on the host, where positions are on a device, the host waits for it
-    once.
-    """
-    model, docs = model_of("nemotron_h"), documents(LENGTHS)
-    batch: dict[str, Any] = {"input_ids": torch.cat(docs)[None], "position_ids": positions_of()}
+def test_positions_are_read_once_a_micro_batch_or_never(given: str) -> None:
+    """A read of positions on a device makes the host wait, so lengths on the host avoid it."""
+    model, docs = get_model("nemotron_h"), documents(LENGTHS)
+    batch: dict[str, Any] = {"input_ids": torch.cat(docs)[None], "position_ids": get_positions()}
     if given == "lengths":
         batch["distca_documents"] = PackedDocuments(LENGTHS)
     with patch.object(
@@ -223,22 +216,20 @@ def test_documents_are_read_once_a_micro_batch(given: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "bamba", "lfm2"])
-def test_layers_make_the_host_wait_for_nothing(model_type: str) -> None:
-    model, docs = model_of(model_type), documents(LENGTHS)
+def test_layers_never_make_the_host_wait(model_type: str) -> None:
+    model, docs = get_model(model_type), documents(LENGTHS)
     mode, layers = NoHostSyncs(), model.model.layers
     with ExitStack() as forbidden:
         layers[0].register_forward_pre_hook(lambda *_: forbidden.enter_context(mode) and None)
         layers[-1].register_forward_hook(lambda *_: forbidden.close())
-        batch = {"position_ids": positions_of(), "distca_documents": PackedDocuments(LENGTHS)}
+        batch = {"position_ids": get_positions(), "distca_documents": PackedDocuments(LENGTHS)}
         logits = model(input_ids=torch.cat(docs)[None], **batch, use_cache=False).logits
     with mode:
         logits.logsumexp(-1).sum().backward()
 
 
 class Package:
-    """Stands for fla, causal-conv1d and mamba-ssm: functions of their names and arguments, which
-    note what they are told.
-    """
+    """A stand-in for fla, causal-conv1d and mamba-ssm, whose functions record their calls."""
 
     def __init__(self, rule: Any, convolution: Any, scan: Any) -> None:
         self.told: list[str] = []
@@ -284,7 +275,7 @@ class Package:
         return torch.cat(
             [
                 self.torch["convolution"](part, weight, bias, activation)
-                for part in _parts(x, seq_idx, 2)
+                for part in _split(x, seq_idx, 2)
             ],
             2,
         )
@@ -313,22 +304,22 @@ class Package:
             self.told.append("scan")
             return scan(x, dt, A, B, C, chunk_size, return_final_states=return_final_states, **more)
         self.told.append("scan of seq_idx")
-        parts = zip(*(_parts(states, seq_idx, 1) for states in (x, dt, B, C)), strict=True)
+        parts = zip(*(_split(states, seq_idx, 1) for states in (x, dt, B, C)), strict=True)
         return torch.cat([scan(*part[:2], A, *part[2:], chunk_size, **more) for part in parts], 1)
 
     def mamba_split_conv1d_scan_combined(self, *args: Any, seq_idx: Any = None, **_: Any) -> None:
-        self.told.append(f"both of {seq_idx.dtype}")  # None: the layer does one after the other
+        self.told.append(f"both of {seq_idx.dtype}")  # None: the layer then calls both functions
 
 
-def _parts(states: torch.Tensor, seq_idx: torch.Tensor, dim: int) -> list[torch.Tensor]:
+def _split(states: torch.Tensor, seq_idx: torch.Tensor, dim: int) -> list[torch.Tensor]:
     assert seq_idx.dtype == torch.int32
     sizes = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
     return list(states.split(sizes, dim))
 
 
 @contextmanager
-def package_in(module: ModuleType) -> Iterator[Package]:
-    """A modeling module as transformers makes it where the packages are installed."""
+def fake_package(module: ModuleType) -> Iterator[Package]:
+    """Patch a modeling module as if the packages were installed."""
     before = {
         name: getattr(module, name, None)
         for name in recurrent_layers._REPLACEMENTS
@@ -373,22 +364,21 @@ PACKAGES = {
 }
 
 
-RUNS = [lambda model: packed(model, documents(LENGTHS)), lambda model: in_pieces(model)]
+RUNS = [lambda model: packed(model, documents(LENGTHS)), lambda model: run_pieces(model)]
 
 
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("model_type", PACKAGES)
-def test_packages_are_told_where_documents_begin(model_type: str, pieces: bool) -> None:
-    """Also the first document in three pieces, with others between them, on this process alone."""
+def test_kernels_of_packages_get_the_starts_of_documents(model_type: str, pieces: bool) -> None:
+    """In pieces, the first document has three, with other documents between them."""
     module, *told = PACKAGES[model_type]
-    with package_in(module) as package:
-        got = RUNS[pieces](model_of(model_type))
+    with fake_package(module) as package:
+        got = RUNS[pieces](get_model(model_type))
     assert set(package.told) == told[pieces]
-    check(got, expected(model_type))
+    check(got, expect(model_type))
 
 
-# A state after the keys and values of each head, and the argument with which a mixer could hand it
-# in.
+# (module, function, argument) by which a mixer could pass an initial state.
 STATES = {
     "olmo_hybrid": (modeling_olmo_hybrid, "torch_chunk_gated_delta_rule", "initial_state"),
     "kimi_linear": (modeling_kimi_linear, "chunk_kimi_delta_attention", "initial_state"),
@@ -398,7 +388,7 @@ STATES = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("model_type", STATES)
-def test_a_state_that_is_handed_in_is_refused(
+def test_initial_state_from_a_mixer_is_refused(
     model_type: str, run: Callable[[PreTrainedModel], Outcome]
 ) -> None:
     module, function, name = STATES[model_type]
@@ -412,23 +402,23 @@ def test_a_state_that_is_handed_in_is_refused(
         patch.object(module, function, hand_in),
         pytest.raises(UnsupportedError, match=rf"runs its rule with {name}, but .*"),
     ):
-        run(model_of(model_type))
+        run(get_model(model_type))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_cache_is_refused_for_documents_in_pieces(model_type: str) -> None:
-    model = model_of(model_type)
+def test_cache_is_refused_for_documents_in_pieces(model_type: str) -> None:
+    model = get_model(model_type)
     with pytest.raises(
         UnsupportedError,
         match=r"past_key_values, and 6 packed documents in 1 rows: .* Leave past_key_values out",
     ):
-        in_pieces(model, past_key_values=DynamicCache(config=model.config))
+        run_pieces(model, past_key_values=DynamicCache(config=model.config))
 
 
 PIECES = ((0, 0, 30), (1, 0, 5), (0, 30, 31), (2, 0, 1), (0, 31, 70), (3, 0, 33))
 
 
-def in_pieces(model: PreTrainedModel, **extra: Any) -> Outcome:
+def run_pieces(model: PreTrainedModel, **extra: Any) -> Outcome:
     docs = documents(LENGTHS)
     numbers, starts, ends = zip(*PIECES, strict=True)
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -445,21 +435,20 @@ def in_pieces(model: PreTrainedModel, **extra: Any) -> Outcome:
 
 
 @pytest.mark.parametrize("model_type", in_turn(KINDS, 3, ["zamba2"]))
-def test_pieces_of_a_document_on_one_process(model_type: str) -> None:
-    check(in_pieces(model_of(model_type)), expected(model_type))
+def test_pieces_on_one_process_equal_whole_documents(model_type: str) -> None:
+    check(run_pieces(get_model(model_type)), expect(model_type))
 
 
-# A model of another version, or with code of its own: it is not told of documents, or does not hand
-# on what it is told.
+# A model of another version or with custom code gets no documents, or does not pass them on.
 @pytest.mark.parametrize(
     ("where", "name"),
     [(recurrent_layers, "make_recurrent_rows"), (OlmoHybridGatedDeltaNet, "forward")],
 )
-def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
+def test_model_that_ignores_documents_is_warned_of_and_refused(
     where: Any, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_once.cache_clear()
-    model, forward = model_of("olmo_hybrid"), OlmoHybridGatedDeltaNet.forward
+    model, forward = get_model("olmo_hybrid"), OlmoHybridGatedDeltaNet.forward
 
     def forgetful(
         self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, **_: Any
@@ -475,7 +464,7 @@ def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
             UnsupportedError,
             match="olmo_hybrid models need whole documents: their recurrent layers carry state",
         ):
-            in_pieces(model)
+            run_pieces(model)
     said = [
         record.getMessage()
         for record in caplog.records
@@ -488,10 +477,10 @@ def test_a_model_with_layers_of_its_own_is_warned_of_and_refused(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("model_type", ["olmo_hybrid", "bamba"])
-def test_compiled(model_type: str) -> None:
-    model = model_of(model_type)
+def test_compiled_model_equals_each_document_alone(model_type: str) -> None:
+    model = get_model(model_type)
     torch._dynamo.reset()
     model.model.compile(backend="eager")
     for lengths in (LENGTHS, (60, 49)):
         model.zero_grad()
-        check(packed(model, documents(lengths)), expected(model_type, lengths))
+        check(packed(model, documents(lengths)), expect(model_type, lengths))

@@ -1,6 +1,4 @@
-"""Mixtures of experts: router losses, of a rank's own tokens, and the gradient of the router are
-those without distca.
-"""
+"""Mixtures of experts: losses and gradients of routers are those without distca."""
 
 from __future__ import annotations
 
@@ -16,20 +14,20 @@ from hf_distca.integration.current_session import current_session
 from ranks import RankPool
 from tiny_runs import settings
 
-# The other implementation. gpt-oss knows no sdpa, and with eager its packed documents leak: it gets
-# one document a row.
+# The implementation to compare with. gpt-oss has no sdpa, and with eager its packed documents leak,
+# so it gets one document a row.
 TYPES = {"mixtral": "sdpa", "qwen3_moe": "sdpa", "gpt_oss": "eager", "deepseek_v3": "sdpa"}
 PACKED = {0: (70,), 1: (9, 1, 7)}
 WHOLE = {0: (70,), 1: (17,)}
 
 
 def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Loss, auxiliary loss (if the type has one) and gradients of the routers."""
+    """Compute the loss, the auxiliary loss (if any), and the gradients of routers."""
     with quiet():
         model = build(model_type, implementation, torch.float32)
     has_loss = hasattr(model, "router_aux_loss_coef")
     if has_loss:
-        model.router_aux_loss_coef = 10.0  # so that the router's gradient is that of its loss
+        model.router_aux_loss_coef = 10.0  # the auxiliary loss dominates the gradient
     ids = torch.cat(documents(lengths))[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     extra = {"output_router_logits": True} if has_loss else {}
@@ -47,8 +45,8 @@ def step(model_type: str, implementation: str, lengths: tuple[int, ...]) -> dict
     }
 
 
-def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
-    """Relative differences on this rank, and bytes it sent."""
+def compare(rank: int, model_type: str) -> tuple[dict[str, float], int]:
+    """Return relative differences on this rank, and the bytes that it sent."""
     hf_distca.configure(settings())
     other = TYPES[model_type]
     lengths = (PACKED if other == "sdpa" else WHOLE)[rank]
@@ -63,7 +61,7 @@ def compared(rank: int, model_type: str) -> tuple[dict[str, float], int]:
 def test_router_losses_and_gradients_are_unchanged_on_two_ranks(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    for differences, sent in rank_pool(2)(compared, model_type):
+    for differences, sent in rank_pool(2)(compare, model_type):
         assert sent, "nothing was exchanged, so nothing was tested"
         assert ("aux" in differences) == (model_type != "deepseek_v3")
         assert any(name.endswith("weight") for name in differences)

@@ -1,9 +1,4 @@
-"""Steps of whole models on a GPU that is not there: forward, loss and backward, with rotary
-embeddings, masks and exchanges.
-
-Each operation runs for its device, dtype and shape alone, in a process of its own: see
-`fake_gpu_steps`.
-"""
+"""Training steps of whole models on a fake GPU, in a separate process: see `fake_gpu_steps`."""
 
 from __future__ import annotations
 
@@ -31,8 +26,8 @@ WAYS = {
     "ping-pong, reentrant checkpointing": Way(ping_pong=True, reentrant=True),
     "ping-pong, checkpointing, autocast": HARDEST._replace(autocast=True),
 }
-# A softcap, sinks and experts, global layers that are 512 wide, and two kinds of rotary embeddings.
-# Then those that have less.
+# These families have a softcap, sinks and experts, global layers of width 512, and two kinds of
+# rotary embeddings.
 FAMILIES = ["gemma2", "gpt_oss", "gemma4_text", "gemma3_text"]
 OTHERS = [
     "cohere2",
@@ -50,7 +45,7 @@ KERNELS = {"gemma2": ["reference"], "gemma4_text": ["cuda", "efficient"]}
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Callable[..., Any]]:
-    """Runs a function in a process that can do autograd on a fake GPU."""
+    """Give a function that runs others in a process with autograd on a fake GPU."""
     with cuda_autograd.process() as executor:
         yield lambda function, *args: executor.submit(function, *args).result(timeout=300)
 
@@ -59,9 +54,9 @@ def check(done: Step, way: Way) -> None:
     layers, halves = 2 * fake_gpu_steps.LAYERS, 1 + way.ping_pong
     assert done.wrong == []
     assert done.races == []
-    assert done.waits == 0, "the meter does not wait"
+    assert done.waits == 0, "the meter must not wait"
     assert min(done.forward_operations, done.backward_operations) > 100 * fake_gpu_steps.LAYERS
-    assert done.beside, "as on a GPU, backward runs in a thread of its own"
+    assert done.beside, "backward must run in a separate thread"
     # Checkpointing repeats neither attention nor exchanges.
     assert done.calls == layers * halves
     assert done.recomputed_calls == (0 if way.reentrant is None else done.calls)
@@ -70,7 +65,7 @@ def check(done: Step, way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", in_turn(WAYS, 16, ["ping-pong, checkpointing"]))
-def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(
+def test_step_stays_on_the_gpu_and_never_makes_the_host_wait(
     gpu: Callable[..., Any], way: str
 ) -> None:
     done = gpu(fake_gpu_steps.step, "llama", WAYS[way])
@@ -79,7 +74,9 @@ def test_a_step_stays_on_the_gpu_and_lets_the_host_run_ahead(
 
 
 @pytest.mark.parametrize("family", in_turn([*FAMILIES, *OTHERS], 26))
-def test_so_does_one_of_every_family(gpu: Callable[..., Any], family: str) -> None:
+def test_step_of_every_family_never_makes_the_host_wait(
+    gpu: Callable[..., Any], family: str
+) -> None:
     done = gpu(fake_gpu_steps.step, family, HARDEST)
     check(done, HARDEST)
     assert done.kernels == KERNELS.get(family, ["cuda"])

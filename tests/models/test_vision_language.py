@@ -1,6 +1,4 @@
-"""Vision-language models: the language tower under distca, the vision tower left alone, images in
-packed batches.
-"""
+"""Vision-language models with packed images: distca runs only the language tower."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare import Outcome, difference, finish, quiet, spying
+from compare import Outcome, difference, finish, quiet, spy_on
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -101,7 +99,7 @@ def _molmo2() -> PreTrainedConfig:
     )
 
 
-# Models whose tokens see others behind them, by images or prefixes.
+# Models whose images or prefixes attend to later tokens.
 SEEING_AHEAD: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3Config(
         text_config=WINDOWED, vision_config=SIGLIP, mm_tokens_per_image=16, image_token_id=IMAGE
@@ -123,7 +121,7 @@ SEEING_AHEAD: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def config_of(kind: str) -> PreTrainedConfig:
+def make_config(kind: str) -> PreTrainedConfig:
     if kind == "llava":
         text = {"model_type": "llama", **TEXT}
         return LlavaConfig(
@@ -143,16 +141,14 @@ def build(kind: str, implementation: str | dict[str, str]) -> PreTrainedModel:
     torch.manual_seed(0)
     with quiet():
         model = AutoModelForImageTextToText.from_config(
-            config_of(kind), attn_implementation=implementation
+            make_config(kind), attn_implementation=implementation
         )
     return model.double().train()
 
 
 @dataclass
 class Document:
-    """Tokens, an image as the model takes it, and positions: (1, tokens), or three or four rows of
-    them for M-RoPE.
-    """
+    """Tokens, an image, and positions (1, tokens), or (3 or 4, 1, tokens) for M-RoPE."""
 
     ids: torch.Tensor
     image: dict[str, torch.Tensor]
@@ -186,7 +182,7 @@ def documents(kind: str, model: PreTrainedModel) -> list[Document]:
 
 
 def give_image(kind: str, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """An image of 28 x 28 as a model takes it: in patches, if it takes these."""
+    """Convert an image of 28 x 28 to the inputs of a model."""
     if kind not in ("gemma4", "molmo2"):
         return {"pixel_values": pixels}
     patches = pixels.unfold(2, 7, 7).unfold(3, 7, 7).permute(0, 2, 3, 4, 5, 1).reshape(1, 16, 147)
@@ -200,7 +196,7 @@ def give_image(kind: str, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def mark_tokens(kind: str, docs: list[Document]) -> dict[str, torch.Tensor]:
-    """What a processor says of the tokens of a row: images, or text behind a prefix."""
+    """Mark tokens like a processor: images, or text after a prefix."""
     ids = torch.cat([d.ids for d in docs])[None]
     if kind.startswith("paligemma"):
         prefixes = [torch.arange(len(d.ids)) >= 22 for d in docs]
@@ -211,13 +207,13 @@ def mark_tokens(kind: str, docs: list[Document]) -> dict[str, torch.Tensor]:
     return {name: (ids == IMAGE).int()}
 
 
-def wide(kind: str) -> AbstractContextManager[object]:
-    """Float64 in all of a model; of Gemma 4 parts are float32."""
+def widen(kind: str) -> AbstractContextManager[object]:
+    """Compute in float64 throughout; parts of Gemma 4 need float32."""
     return nullcontext() if kind == "gemma4" else Float64Throughout()
 
 
 def forward(kind: str, model: PreTrainedModel, docs: list[Document]) -> torch.Tensor:
-    """Logits (tokens, vocabulary) of a row that packs the documents."""
+    """Run packed documents, and return logits (tokens, vocabulary)."""
     ids = torch.cat([d.ids for d in docs])[None]
     images = {name: torch.cat([d.image[name] for d in docs]) for name in docs[0].image}
     positions = torch.cat([d.positions for d in docs], -1)
@@ -230,24 +226,22 @@ def forward(kind: str, model: PreTrainedModel, docs: list[Document]) -> torch.Te
 
 
 def alone(kind: str) -> Outcome:
-    """Every document by itself, all towers under sdpa."""
+    """Run every document alone, with all towers under sdpa."""
     # Gemma 2 has no sdpa.
     model = build(kind, "sdpa" if "windows" not in kind else "eager")
     docs = documents(kind, model)
-    with wide(kind):
+    with widen(kind):
         return finish(model, [d.ids for d in docs], [forward(kind, model, [d]) for d in docs])
 
 
-def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[str], int]:
-    """This rank's documents in one row, gradients summed over ranks; who called distca and sdpa;
-    bytes sent.
-    """
+def balance(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[str], int]:
+    """Run this rank's documents; return the outcome, callers of distca and sdpa, and sent bytes."""
     hf_distca.configure(settings())
     model = build(kind, {"text_config": "distca", "vision_config": "sdpa"})
     docs = documents(kind, model)
     if world > 1:
         docs = docs[:1] if rank == 0 else docs[1:]
-    with spying("distca") as ours, spying("sdpa") as theirs, wide(kind):
+    with spy_on("distca") as ours, spy_on("sdpa") as theirs, widen(kind):
         logits = forward(kind, model, docs)
         outcome = finish(
             model, [d.ids for d in docs], list(logits.split([len(d.ids) for d in docs]))
@@ -262,15 +256,14 @@ def balanced(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_vl, three axes", *SEEING_AHEAD])
-def test_language_tower_is_balanced_vision_tower_is_not(
+def test_language_tower_is_balanced_and_vision_tower_is_not(
     kind: str,
     world: int,
     rank_pool: Callable[[int], RankPool],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The language tower is balanced and the vision tower left alone."""
     want = alone(kind)
-    results = rank_pool(2)(balanced, kind, 2) if world == 2 else [balanced(0, kind, 1)]
+    results = rank_pool(2)(balance, kind, 2) if world == 2 else [balance(0, kind, 1)]
     outcomes = [outcome for outcome, *_ in results]
     got = Outcome(
         sum(o.loss for o in outcomes),
@@ -304,8 +297,8 @@ def test_a_vision_tower_under_distca_is_refused() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layers", ["sliding_attention full_attention", "sliding_attention"])
-def test_text_of_a_model_whose_images_see_both_ways(layers: str, training: bool) -> None:
-    """Gemma 4's processor gives token types with text alone; its windows are overlays then."""
+def test_text_of_a_model_with_bidirectional_images_equals_sdpa(layers: str, training: bool) -> None:
+    """The processor of Gemma 4 gives token types even for text without images."""
     kinds = layers.split()
     config = _gemma4(layer_types=kinds, num_hidden_layers=len(kinds), sliding_window=6)
     ids = torch.arange(3, 33)[None]

@@ -1,4 +1,4 @@
-"""A tiny random model of any causal-LM type of transformers, built from its config class alone."""
+"""Builds a tiny random model of any causal-LM type of transformers from its config class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY = 96
-# Smaller ids are padding, image and other tokens that models treat in their own way.
+# Smaller ids are padding, image and other special tokens.
 FIRST_ORDINARY_TOKEN = 32
 
 
 class NoVision(PreTrainedModel):
-    """In place of Gemma 3n's vision tower, which another package provides and text does not pass
-    through.
-    """
+    """A stand-in for the vision tower of Gemma 3n, which needs another package and no text uses."""
 
     config_class = Gemma3nVisionConfig
 
@@ -39,44 +37,44 @@ _TOKEN = re.compile("token_(id|index)$|_index$")
 
 
 def build(model_type: str, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The same random weights for every implementation."""
+    """Build a model with the same random weights for every implementation."""
     torch.manual_seed(0)
     config = tiny_config(model_type)
     config._attn_implementation = implementation
     model_class = class_of(model_type)
     if model_class._can_set_experts_implementation():
-        config._experts_implementation = "eager"  # the grouped products know no float64
+        config._experts_implementation = "eager"  # grouped products do not support float64
     model = model_class(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        # So that nothing that starts as zero hides what flows through it.
+        # Parameters that start as zero would hide the layers before them.
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(0.05 * noise.to(parameter.dtype))
     return model.to(dtype).train()
 
 
-def with_long_memory(model: PreTrainedModel) -> PreTrainedModel:
-    """States that last for hundreds of tokens, so that one that is lost, or leaks, is seen."""
+def lengthen_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """Make states last for hundreds of tokens, so that a lost or leaked state changes results."""
     generator = torch.Generator().manual_seed(2)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
-            # In float64 others are drawn.
+            # The default dtype draws the same rates for every dtype of the model.
             rates = torch.empty(parameter.shape).uniform_(0.005, 0.05, generator=generator)
             parameter.data.copy_(rates.log_())
     return model
 
 
 def class_of(model_type: str) -> type[PreTrainedModel]:
-    """The class that AutoModelForCausalLM would build."""
+    """Get the class that AutoModelForCausalLM would build."""
     return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Two to five layers, one of each kind at least, 4 heads of width 16, windows of 8 tokens."""
+    """Make a config: 2 to 5 layers of all kinds, 4 heads of width 16, windows of 8 tokens."""
     config_class = CONFIG_MAPPING[CONFIG_TYPES.get(model_type, model_type)]
     parts = [spec.config_class for spec in config_class.sub_configs_defaults.values()]
-    # A causal LM that is the text half of a larger model.
+    # The causal LM is the text part of a larger model.
     if class_of(model_type).config_class in parts:
         config_class = class_of(model_type).config_class
     return _tiny(config_class, OVERRIDES.get(model_type, {}))
@@ -85,12 +83,12 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 def _tiny(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
     values: dict[str, Any] = {}
     names = {field.name for field in dataclasses.fields(config_class)}
-    defaults = _defaults(config_class)
+    defaults = _make_defaults(config_class)
     for field in dataclasses.fields(config_class):
-        value = _shrunk(field.name, vars(defaults).get(field.name) if defaults else None)
+        value = _shrink(field.name, vars(defaults).get(field.name) if defaults else None)
         if value is not None:
             values[field.name] = value
-    kinds = _layer_kinds(defaults) if "layer_types" in names else None
+    kinds = _list_kinds(defaults) if "layer_types" in names else None
     if kinds:
         values["layer_types"] = kinds
         values["num_hidden_layers"] = len(kinds)
@@ -110,15 +108,15 @@ def _tiny(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> Pr
     return config_class(**{name: value for name, value in values.items() if value != "default"})
 
 
-def _defaults(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+def _make_defaults(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:
     try:
         return config_class()
     except Exception:
         return None
 
 
-def _shrunk(name: str, default: object) -> object:
-    """The tiny value of a config field, or None to leave it at its default."""
+def _shrink(name: str, default: object) -> object:
+    """Return the tiny value of a config field, or None to keep the default."""
     if name in SIZES:
         return SIZES[name]
     if _OFF.search(name) and isinstance(default, (int, float)) and not isinstance(default, bool):
@@ -133,8 +131,8 @@ def _shrunk(name: str, default: object) -> object:
     return None
 
 
-def _layer_kinds(defaults: PreTrainedConfig | None) -> list[str] | None:
-    """Each kind of layer of the default model once or twice, in the order in which they appear."""
+def _list_kinds(defaults: PreTrainedConfig | None) -> list[str] | None:
+    """List each kind of layer of the default model once or twice, in order."""
     kinds = list(dict.fromkeys(vars(defaults).get("layer_types") or [])) if defaults else []
     return [kind for kind in kinds for _ in range(1 if len(kinds) > 1 else 2)] * (
         2 if len(kinds) == 2 else 1

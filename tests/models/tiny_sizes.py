@@ -1,4 +1,4 @@
-"""What `tiny` gives config fields: by field name, and for the types that need more than that."""
+"""The values of config fields in `tiny`: by field name, and further values by type."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 ALWAYS = {"use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
-# Widths are multiples of 16: grouped matrix products on a CPU ask for rows of a multiple of 16
-# bytes.
+# Grouped matrix products on a CPU need rows of a multiple of 16 bytes, so widths are multiples of
+# 16.
 _NAMES = {
     96: (
         "vocab_size intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size "
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name i
 SIZES |= {"initializer_range": 0.15, "init_std": 0.15}
 SIZES |= {"use_sliding_window": True, "is_decoder": True, "add_cross_attention": False}
 
-# Types whose causal LM is built from a part of the type's own config.
+# Types whose causal LM uses a part of the config of the type.
 CONFIG_TYPES = {"musicgen": "musicgen_decoder", "musicgen_melody": "musicgen_melody_decoder"}
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -138,5 +138,5 @@ for _name in ("laguna", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "s
     OVERRIDES[_name] = {"layer_types": ["sliding_attention", "full_attention"]}
 OVERRIDES["dots3_note"] |= OVERRIDES["dots3_note_text"]
 OVERRIDES["qwen4_exp"] = OVERRIDES["qwen4_exp_text"]
-# By default only every fourth layer has no rotation.
+# By default, only every fourth layer has no rotation.
 OVERRIDES["smollm3"]["no_rope_layers"] = [1, 0]

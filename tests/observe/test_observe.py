@@ -1,5 +1,5 @@
-"""The meter without balancing: what it finds is what distca plans with, and training stays as it
-was.
+"""The observer, which measures imbalance without balancing: its figures equal those that distca
+plans with, and it does not change training.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS = 4
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Packed rows; read in order, rank 0 has those with one long document."""
+    """Make packed rows. Read in order, they give rank 0 the rows with one long document."""
     packed = []
     for number in range(count):
         lengths = PACKED[number % 2]
@@ -57,7 +57,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 def train(
     rank: int, implementation: str, folder: str, changes: dict[str, Any]
 ) -> tuple[list[float], list[str], list[dict[str, float]]]:
-    """Losses, collectives and logs of a Trainer with a callback of this attention."""
+    """Train, and return losses, collectives and logs. The implementation chooses the callback."""
     how = {"learning_rate": 1e-2, "train_sampling_strategy": "sequential", **changes}
     config = hf_distca.DistCAConfig(measured_rates=False, cost_model="analytic")
     callbacks: dict[str, list[TrainerCallback]] = {
@@ -77,14 +77,16 @@ def train(
     return losses(trainer), collectives, trainer.state.log_history
 
 
-def test_it_finds_what_distca_plans_with(rank_pool: RankPools, tmp_path: Path) -> None:
-    """On the same batches within 2 %; without a collective, and with the same losses."""
+def test_observed_imbalance_equals_the_imbalance_in_plans(
+    rank_pool: RankPools, tmp_path: Path
+) -> None:
+    """Compare the same batches, within 2 %. The observer adds no collective and changes no loss."""
     alone, watched, balanced = (
         rank_pool(2)(train, implementation, str(tmp_path), {})
         for implementation in ("alone", "sdpa", "distca")
     )
     for rank in range(2):
-        assert watched[rank][:2] == alone[rank][:2], "losses to every digit, and collectives"
+        assert watched[rank][:2] == alone[rank][:2], "exact losses, and collectives"
     figures, expected = watched[0][2][:STEPS], balanced[0][2][:STEPS]
     for found, planned in zip(figures, expected, strict=True):
         before = planned["distca/imbalance_estimated_before"]
@@ -93,13 +95,15 @@ def test_it_finds_what_distca_plans_with(rank_pool: RankPools, tmp_path: Path) -
         assert found["distca/observed_measured"] >= 1
         assert 0 < found["distca/observed_attention_share"] < 1
     assert 1 <= figures[0]["distca/observed_dealt"] <= figures[0]["distca/observed_as_given"]
-    assert not any("observed" in name for name in watched[1][2][0]), "rank 0 alone knows all"
+    assert not any("observed" in name for name in watched[1][2][0]), (
+        "only rank 0 has the figures of all ranks"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{ARGUMENT: True}, {"gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_other_ways_to_train_have_the_same_figure(
+def test_checkpointing_and_accumulation_keep_the_observed_imbalance(
     rank_pool: RankPools,
     tmp_path: Path,
     implementation: str,
@@ -113,7 +117,7 @@ def test_other_ways_to_train_have_the_same_figure(
 
 
 def observe(batches: int = 3) -> str:
-    """What a meter prints of so many micro-batches."""
+    """Watch some micro-batches and return the printed text."""
     said: list[str] = []
     with patch.object(run_observer, "print_lines", said.append):
         meter, model = run_observer.Observer(), tiny_llama("sdpa")
@@ -125,13 +129,13 @@ def observe(batches: int = 3) -> str:
 
 
 def watch_alone(rank: int) -> tuple[str, float]:
-    """What rank 0 says, and its seconds, if rank 1 has no meter, or ends in the middle."""
+    """Return rank 0's printed text and its seconds. Rank 1 has no observer."""
     with patch.object(run_observer, "_PATIENCE", 0.5):
         began = time.monotonic()
         return observe() if rank == 0 else "", time.monotonic() - began
 
 
-def test_rank_without_a_meter_is_waited_for_once(rank_pool: RankPools) -> None:
+def test_rank_without_an_observer_is_waited_for_once(rank_pool: RankPools) -> None:
     (said, seconds), nothing = rank_pool(2)(watch_alone)
     assert nothing[0] == ""
     assert "missing   facts of some ranks" in said
@@ -139,8 +143,8 @@ def test_rank_without_a_meter_is_waited_for_once(rank_pool: RankPools) -> None:
 
 
 def watch_lagging(rank: int) -> str:
-    """What rank 0 says if the device of rank 1 is three micro-batches late, and its host a moment,
-    and facts are gathered between logs, too.
+    """Return rank 0's printed text. The device of rank 1 lags by three micro-batches, its host by a
+    moment, and facts are also gathered between logs.
     """
 
     class LaggingMeter(Meter):
@@ -172,17 +176,17 @@ def watch_lagging(rank: int) -> str:
     return "".join(said)
 
 
-def test_ranks_that_are_late_are_waited_for(rank_pool: RankPools) -> None:
-    """Devices lag behind their host by unequal numbers of micro-batches."""
+def test_ranks_whose_devices_lag_lose_no_micro_batches(rank_pool: RankPools) -> None:
+    """Devices lag behind their hosts by different numbers of micro-batches."""
     said, nothing = rank_pool(2)(watch_lagging)
     assert nothing == ""
     assert "watched 60 micro-batches on 2 ranks" in said
     assert "missing" not in said
 
 
-def test_one_process_is_told_that_it_is_alone() -> None:
+def test_observer_on_one_process_prints_that_no_rank_can_share() -> None:
     assert "alone     one process has nobody to share with" in observe()
-    assert observe(0) == "", "nothing was seen to train"
+    assert observe(0) == "", "no training was watched"
 
 
 LOOP = """
@@ -207,8 +211,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_loop_of_ones_own_is_watched_by_the_command(tmp_path: Path) -> None:
-    """Nothing of it is changed, no log is known, and the world has ended before the summary."""
+def test_command_watches_a_training_loop_without_a_trainer(tmp_path: Path) -> None:
+    """The loop is unchanged and writes no known log, and its world ends before the summary."""
     (tmp_path / "loop.py").write_text(LOOP)
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
     launch = ["accelerate", "launch", "--config_file", config, "-m", "hf_distca.tools.run"]
@@ -218,10 +222,8 @@ def test_a_loop_of_ones_own_is_watched_by_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_is_watched_balanced_and_reported(tmp_path: Path) -> None:
-    """The commands of the first page, with a script that knows nothing of hf_distca, in
-    interpreters that import the Trainer first, as most scripts do.
-    """
+def test_commands_of_the_first_page_watch_balance_and_report_a_trainer(tmp_path: Path) -> None:
+    """The script does not import hf_distca. Like most scripts, it imports the Trainer first."""
     (tmp_path / "train.py").write_text(TRAINER)
     config = str(ROOT / "configs/accelerate/cpu_2_processes.yaml")
 
@@ -243,7 +245,7 @@ def test_a_trainer_is_watched_balanced_and_reported(tmp_path: Path) -> None:
     assert "slowest rank / mean attention" in (tmp_path / "report.html").read_text()
 
 
-# The first import is that of the Trainer, which imports what all models share.
+# The first import is the Trainer, which imports the modules that all models share.
 TRAINER = """
 from transformers import Trainer, TrainingArguments
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
@@ -264,14 +266,14 @@ Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows).train()
 @pytest.mark.parametrize(
     "option", ["--tokens-per-rank=8", "--instead-of=sdpa", "--set=tolerance=0.1", "--servers=1"]
 )
-def test_what_would_change_training_is_refused(option: str) -> None:
+def test_options_that_change_training_are_refused_with_observe(option: str) -> None:
     refused = CliRunner().invoke(app, ["run", "--observe", option, "train.py"])
     assert refused.exit_code == 2
     assert "observe measures training as it is" in refused.output
 
 
 def watch(model: PreTrainedModel, *batches: dict[str, Any]) -> list[BatchFacts]:
-    """Facts of the forward and backward of each batch."""
+    """Return the facts of the forward and backward of each batch."""
     watching = Watch(lambda: None)
     watching.start()
     for batch in batches:
@@ -285,7 +287,7 @@ def tokens(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.long)
 
 
-def test_padded_batches_count_real_lengths() -> None:
+def test_padded_batches_count_lengths_without_padding() -> None:
     mask = torch.tensor([[1] * 40, [0] * 25 + [1] * 15])
     (facts,) = watch(tiny_llama("sdpa"), {"input_ids": tokens(2, 40), "attention_mask": mask})
     assert facts.lengths == [40, 15]
@@ -294,7 +296,7 @@ def test_padded_batches_count_real_lengths() -> None:
     assert facts.seconds > 0
 
 
-def test_documents_are_read_from_positions_or_bounds() -> None:
+def test_documents_are_read_from_position_ids_or_cu_seq_lens() -> None:
     positions = torch.cat([torch.arange(24), torch.arange(8)])[None]
     bounds = torch.tensor([0, 24, 32], dtype=torch.int32)
     by_positions, by_bounds = watch(
@@ -305,8 +307,8 @@ def test_documents_are_read_from_positions_or_bounds() -> None:
     assert by_positions.lengths == by_bounds.lengths == [24, 8]
 
 
-def test_what_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A process that trained on shares checks such calls of all models.
+def test_facts_of_unreadable_batches_hold_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a process that trained on shares, calls of all models are checked.
     monkeypatch.setattr(other_models, "_check_call", lambda *_: None)
     falling = torch.tensor([[0, 1, 2, 5, 4, 5, 6, 7]])
     cut = torch.arange(8, 16)[None]
@@ -319,7 +321,7 @@ def test_what_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "begins at position 8" in facts[1].unread
 
 
-def test_what_trains_nothing_is_not_watched() -> None:
+def test_forwards_without_training_are_not_watched() -> None:
     model, watching = tiny_llama("sdpa"), Watch(lambda: None)
     watching.start()
     with torch.no_grad():
@@ -330,13 +332,13 @@ def test_what_trains_nothing_is_not_watched() -> None:
     assert watching.take() == []
 
 
-def test_windows_of_layers_are_known() -> None:
+def test_facts_hold_the_windows_of_layers() -> None:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).train()
     (facts,) = watch(model, {"input_ids": tokens(1, 64)})
     assert facts.layers == [(16, 2)]
 
 
-def test_checkpointing_counts_the_second_forward_in_seconds() -> None:
+def test_checkpointed_layers_count_once_more_for_their_recompute() -> None:
     model = tiny_llama("sdpa")
     checkpoint_layers(model, use_reentrant=False)
     (facts,) = watch(model, {"input_ids": tokens(1, 32)})
@@ -353,7 +355,7 @@ def add_up(*ranks: BatchFacts, count: int = 8) -> Findings:
     return Findings(rows, 10.0 * count)
 
 
-def test_work_and_plans_of_documents() -> None:
+def test_figures_of_documents_follow_from_work_and_seconds() -> None:
     found = add_up(FACTS, SHORT)
     cost = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
     work = [float(cost.estimate_seconds(n, n).sum()) for n in ([4096], [512] * 8)]
@@ -362,12 +364,12 @@ def test_work_and_plans_of_documents() -> None:
     assert figures["measured"] == pytest.approx(4 / 3)
     assert figures["attention_share"] == pytest.approx(0.15)
     assert figures["slowest_rank"] == 0
-    assert figures["as_given"] == pytest.approx(figures["documents"]), "nothing is worth a move"
+    assert figures["as_given"] == pytest.approx(figures["documents"]), "no move pays off"
     assert found.tokens == 8 * 8192
 
 
-def test_a_slow_rank_is_named() -> None:
-    """Also if another one has more to do."""
+def test_description_names_the_rank_that_is_slow_for_equal_documents() -> None:
+    """The rank is named even if another rank has more work."""
     said = "\n".join(add_up(FACTS, FACTS._replace(seconds=3.0), count=20).describe("flash"))
     assert "rank 1, in 20 of 20 micro-batches; for equal documents rank 1 takes longest" in said
     assert "1.20 x the median rank" in said
@@ -376,7 +378,7 @@ def test_a_slow_rank_is_named() -> None:
     assert "rank 0, in 20 of 20 micro-batches; for equal documents rank 3 takes longest" in said
 
 
-def test_data_make_a_rank_slow_where_work_and_seconds_agree() -> None:
+def test_rank_slow_by_its_documents_gets_advice_to_balance() -> None:
     cost = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2), device_type="cuda")
     ranks = [
         FACTS._replace(lengths=n, seconds=float(cost.estimate_seconds(n, n).sum()) * 1e3)
@@ -390,25 +392,25 @@ def test_data_make_a_rank_slow_where_work_and_seconds_agree() -> None:
     assert "estimated in 1 of 20, by documents" in said
 
 
-def test_what_costs_more_than_it_saves_is_not_advised() -> None:
-    """At built-in rates, 4,096 tokens are not worth their messages."""
+def test_balancing_that_costs_more_than_it_saves_is_not_advised() -> None:
+    """At built-in rates, moving 4,096 tokens takes longer than it saves."""
     found = add_up(FACTS, SHORT, count=1)
     said = "\n".join(found.describe("flash_attention_2"))
     assert found.compute_figures()["documents"] > 1.5
     assert "messages take longer than balancing saves here" in said
     assert "in front of your command" not in said
-    assert "estimated in" not in said, "all were planned"
+    assert "estimated in" not in said, "every micro-batch was planned"
 
 
 @pytest.mark.parametrize(("given", "is_advised"), [(1.0, False), (1.3, True)])
-def test_dealing_is_advised_where_it_is_not_slower(given: float, is_advised: bool) -> None:
+def test_dealing_is_advised_only_if_not_slower(given: float, is_advised: bool) -> None:
     row = Row(8192, np.array([2.0, 1.0]), np.array([2.0, 1.0]), (given, 1.2))
     said = "\n".join(Findings([row], 10.0).describe("sdpa"))
     assert "balance   put hf-distca run" in said
     assert ("--tokens-per-rank" in said) == is_advised
 
 
-def test_ranks_that_are_slow_in_turns_are_alike() -> None:
+def test_ranks_that_are_slow_alternately_count_as_equally_fast() -> None:
     slow = FACTS._replace(seconds=2.1)
     turns = [(FACTS, slow)] * 10 + [(slow, FACTS)] * 9
     found = [find(facts, None, plans=False) for facts in turns]
@@ -418,15 +420,15 @@ def test_ranks_that_are_slow_in_turns_are_alike() -> None:
     assert "balance" not in said, "documents are even"
 
 
-def test_rates_are_those_of_the_gpu() -> None:
-    """Those that distca begins with there."""
+def test_observer_uses_the_rates_of_the_gpu() -> None:
+    """distca starts with the same rates on this GPU."""
     card = {"device": "NVIDIA H100 80GB HBM3", "attention": "flash_attention_3"}
     work = find([FACTS._replace(**card)], None, plans=False).work
     cost = make_gpu_cost(AttentionShape(32, 8, 128, 128, 2), "H200", "flash_attn_3")
     assert work.tolist() == pytest.approx([2 * float(cost.estimate_seconds(4096, 4096).sum())])
 
 
-def test_rank_without_tokens_is_no_reason_to_fail() -> None:
+def test_figures_accept_a_rank_without_tokens() -> None:
     nothing = FACTS._replace(lengths=[], seconds=0.0)
     figures = add_up(FACTS._replace(lengths=[1]), nothing).compute_figures()
     assert figures["documents"] == 2.0

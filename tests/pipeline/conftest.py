@@ -3,5 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-for folder in ("models", "runtime"):  # tiny models of every family, relays chosen at random
+for folder in ("models", "runtime"):  # tiny models of every family, random relays
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))

@@ -1,6 +1,4 @@
-"""A tiny model of any family in stages, on the ranks of a pool, and the same model in one
-process.
-"""
+"""A tiny model of any family, in stages on the ranks of a pool or in one process."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ from tiny_runs import settings
 class Case(NamedTuple):
     """What is trained, and how.
 
-    `layers` is how many layers the model has, None for as many as its family has kinds of them at
-    least.
+    `layers` is the number of layers, None for that of the family's tiny config.
     """
 
     family: str = "llama"
@@ -40,18 +37,16 @@ class Case(NamedTuple):
     tokens: int = 96
     dtype: torch.dtype = torch.float64
     layers: int | None = 4
-    checkpointing: bool | None = None  # whether reentrant, None for none
+    checkpointing: bool | None = None  # whether it is reentrant; None: no checkpointing
     per_stage: tuple[int, ...] | None = None
     steps: int = 1
     tied: bool = False
-    engine: str = "none"  # around each stage; with one, steps accumulate
+    engine: str = "none"  # around each stage; with an engine, steps accumulate
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Of the documents of each micro-batch of all copies: one over all of it, many of one
-        token, and what lies between.
-        """
+        """List document lengths by micro-batch: one long document, shorter ones, or tiny ones."""
         chance, found = random.Random(self.micro_batches), []
         for number in range(self.micro_batches * self.copies):
             left, lengths = self.tokens, []
@@ -67,7 +62,7 @@ class Case(NamedTuple):
         return found
 
 
-def model_for(case: Case, implementation: str) -> PreTrainedModel:
+def make_model(case: Case, implementation: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = tiny_config(case.family)
     if case.layers is not None and not getattr(config, "layer_types", None):
@@ -77,7 +72,7 @@ def model_for(case: Case, implementation: str) -> PreTrainedModel:
     config._attn_implementation = implementation
     model_class = class_of(case.family)
     if model_class._can_set_experts_implementation():
-        config._experts_implementation = "eager"  # the grouped products know no float64
+        config._experts_implementation = "eager"  # grouped products do not support float64
     model = model_class(config).to(case.dtype).train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -88,34 +83,32 @@ def model_for(case: Case, implementation: str) -> PreTrainedModel:
     return model
 
 
-def batch(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, position ids and targets of a micro-batch, (1, tokens) each."""
+def make_batch(case: Case, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make token ids, position ids and targets of a micro-batch, (1, tokens) each."""
     ids = torch.randint(40, 90, (1, case.tokens), generator=torch.Generator().manual_seed(number))
     positions = torch.cat([torch.arange(length) for length in case.lengths[number]])[None]
     last = torch.cat([positions[:, 1:], torch.zeros(1, 1, dtype=torch.long)], 1) == 0
     return ids, positions, torch.where(last, -100, torch.cat([ids[:, 1:], ids[:, :1]], 1))
 
 
-def stacked(
+def make_batches(
     case: Case, copy: int = 0, *, count: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, position ids and targets of the micro-batches of a copy of the model,
-    (micro-batches, tokens) each.
-    """
+    """Make token ids, position ids and targets of a copy, (micro-batches, tokens) each."""
     numbers = range(
         copy * case.micro_batches, copy * case.micro_batches + (count or case.micro_batches)
     )
     ids, positions, targets = (
         torch.cat(tensors)
-        for tensors in zip(*(batch(case, number) for number in numbers), strict=True)
+        for tensors in zip(*(make_batch(case, number) for number in numbers), strict=True)
     )
     return ids, positions, targets
 
 
-def loss_for(case: Case) -> Any:
-    """Of a micro-batch: the sum over its targets, over all targets of the step."""
+def make_loss(case: Case) -> Any:
+    """Make the loss of a micro-batch: the sum over its targets, over all targets of the step."""
     total = sum(
-        int((batch(case, number)[2] >= 0).sum())
+        int((make_batch(case, number)[2] >= 0).sum())
         for number in range(case.micro_batches * case.copies)
     )
 
@@ -130,11 +123,11 @@ def loss_for(case: Case) -> Any:
     return loss
 
 
-def alone(model: Any, case: Case, loss: Any) -> float:
-    """The loss of a step in one process, each document alone, with its backward."""
+def run_alone(model: Any, case: Case, loss: Any) -> float:
+    """Run a step in one process, one document at a time, with backward; return the loss."""
     total = 0.0
     for number, lengths in enumerate(case.lengths):
-        ids, _, targets = batch(case, number)
+        ids, _, targets = make_batch(case, number)
         parts = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
         found = loss(torch.cat(parts, 1), targets)
         found.backward()
@@ -142,16 +135,14 @@ def alone(model: Any, case: Case, loss: Any) -> float:
     return total
 
 
-def gradients_of(model: Any) -> dict[str, torch.Tensor]:
-    """Gradients by the names of weights, whole where they are sharded."""
+def collect_gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Collect gradients by the names of weights, whole if they are sharded."""
     weights = model.named_parameters()
-    return {name: whole(weight.grad) for name, weight in weights if weight.grad is not None}
+    return {name: gather_whole(weight.grad) for name, weight in weights if weight.grad is not None}
 
 
-def with_tied_head(model: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What was found of weights; of a tied embedding also by the name of the head, as on the last
-    stage.
-    """
+def add_tied_head(model: Any, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add a tied embedding's entry by the name of the head, as on the last stage."""
     tied, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head.weight is tied:
         embedding = next(name for name, weight in model.named_parameters() if weight is tied)
@@ -160,25 +151,23 @@ def with_tied_head(model: Any, found: dict[str, torch.Tensor]) -> dict[str, torc
     return found
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def in_one_process(case: Case, implementation: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a step, each document alone."""
-    model = model_for(case, implementation)
-    loss = alone(model, case, loss_for(case))
-    return loss, with_tied_head(model, gradients_of(model))
+def run_in_one_process(case: Case, implementation: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of a step, one document at a time."""
+    model = make_model(case, implementation)
+    loss = run_alone(model, case, make_loss(case))
+    return loss, add_tied_head(model, collect_gradients(model))
 
 
-def stage_of(
+def make_stage(
     case: Case, engine: str = "none", *, model: Any = None
 ) -> tuple[Stage, DeviceMesh, PreTrainedModel]:
-    """The stage of this rank, under an engine, of copies by stages; its mesh; and what it holds of
-    the model.
-    """
+    """Make this rank's stage under an engine; return it, its mesh and its part of the model."""
     mesh = init_device_mesh("cpu", (case.copies, case.stages), mesh_dim_names=("dp", "pp"))
-    stage = split(model or model_for(case, "distca"), mesh["pp"], layers=case.per_stage)
+    stage = split(model or make_model(case, "distca"), mesh["pp"], layers=case.per_stage)
     held = stage.submod.model
     if engine == "fsdp":
         for layer in held.model.layers:
@@ -190,33 +179,33 @@ def stage_of(
     return stage, mesh, held
 
 
-def schedule_of(stage: Stage, case: Case) -> Schedule:
-    """One whose losses are shares of the mean of a step."""
-    return Schedule(stage, case.micro_batches, loss_for(case), scale_grads=False)
+def make_schedule(stage: Stage, case: Case) -> Schedule:
+    """Make a schedule whose losses add up to the mean of a step."""
+    return Schedule(stage, case.micro_batches, make_loss(case), scale_grads=False)
 
 
 def prepare(
     case: Case, engine: str = "none", *, model: Any = None, loss: Any = None
 ) -> tuple[Stage, PreTrainedModel, Callable[..., Any]]:
-    """The stage of this rank, what it holds of the model, and a function that makes its steps; with
-    `loss`, of the mean of each micro-batch.
+    """Make this rank's stage, its part of the model, and a function that runs a step. `loss`, if
+    given, is the mean over a micro-batch.
     """
     configure(case)
-    stage, mesh, held = stage_of(case, engine, model=model)
-    schedule = Schedule(stage, case.micro_batches, loss) if loss else schedule_of(stage, case)
-    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
+    stage, mesh, held = make_stage(case, engine, model=model)
+    schedule = Schedule(stage, case.micro_batches, loss) if loss else make_schedule(stage, case)
+    ids, positions, targets = make_batches(case, mesh.get_local_rank("dp"))
     return stage, held, partial(schedule.step, ids, position_ids=positions, target=targets)
 
 
 def sum_over_ranks(losses: list[torch.Tensor]) -> float:
-    """Of the losses of all micro-batches, which last stages have."""
+    """Sum the losses of all micro-batches, which only the last stages have."""
     total = torch.tensor(sum(one.item() for one in losses), dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()
 
 
 class Found(NamedTuple):
-    """What a rank found. Gradients are of all copies."""
+    """Results of a rank. Gradients are those of all copies."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -233,24 +222,24 @@ def configure(case: Case) -> None:
     hf_distca.configure(settings(**{"timeout_seconds": 20.0, **dict(case.settings)}))
 
 
-def in_stages(rank: int, case: Case) -> Found:
-    """A step on one rank of a pool."""
+def run_in_stages(rank: int, case: Case) -> Found:
+    """Run the steps of a case on one rank of a pool."""
     configure(case)
-    model = model_for(case, "distca")
+    model = make_model(case, "distca")
     if case.checkpointing is not None:
         model._set_gradient_checkpointing(
             enable=True,
             gradient_checkpointing_func=partial(checkpoint, use_reentrant=case.checkpointing),
         )
-    stage, mesh, held = stage_of(case, case.engine, model=model)
-    schedule, losses = schedule_of(stage, case), list[torch.Tensor]()
-    ids, positions, targets = stacked(case, mesh.get_local_rank("dp"))
+    stage, mesh, held = make_stage(case, case.engine, model=model)
+    schedule, losses = make_schedule(stage, case), list[torch.Tensor]()
+    ids, positions, targets = make_batches(case, mesh.get_local_rank("dp"))
     meter = current_session().meter
     for _ in range(case.steps):
         if case.engine == "none":
             stage.submod.zero_grad()
         schedule.step(ids, position_ids=positions, target=targets, losses=losses)
-    gradients = gradients_of(held)
+    gradients = collect_gradients(held)
     for gradient in gradients.values():
         if case.engine != "none":
             gradient *= case.copies / case.steps
@@ -273,7 +262,7 @@ def in_stages(rank: int, case: Case) -> Found:
 def check_equal(
     found: list[Found], loss: float, gradients: dict[str, torch.Tensor], tolerance: float
 ) -> None:
-    """Every rank has the gradients of one process, and together they have all."""
+    """Check the gradients of each rank, and that all ranks together have all gradients."""
     for one in found:
         assert abs(one.loss - loss) <= tolerance * abs(loss)
         check_near(one.gradients, gradients, tolerance, tolerance * 1e-3)
@@ -286,7 +275,7 @@ def check_near(
     tolerance: float = 1e-9,
     least: float = 0.0,
 ) -> None:
-    """Tensors of a rank are those of one process, to so much of their norms."""
+    """Check that a rank's tensors are those of one process, up to `tolerance` of their norms."""
     for name, tensor in found.items():
         difference = (tensor - wanted[name]).norm()
         assert difference <= tolerance * wanted[name].norm() + least, name

@@ -1,6 +1,4 @@
-"""A checksum of a weight differs where two weights do: also where what differs would cancel in a
-sum.
-"""
+"""Checksums of different weights differ, even if the differences would cancel in a sum."""
 
 from __future__ import annotations
 
@@ -11,8 +9,8 @@ from hf_distca.pipeline import step_checks
 from hf_distca.pipeline.step_checks import compute_checksum
 
 
-def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Weights of the same bits in other places, or with drifts whose bits add up to nothing."""
+def change_weight(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Make weights with the same bits in other places, or with changes that add up to zero."""
     generator = torch.Generator().manual_seed(0)
     rows = weight.clone()
     rows[[0, 5]] = weight[[5, 0]]
@@ -28,7 +26,7 @@ def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         drift = bits.clone()
         drift[2, : len(steps)] += torch.tensor(steps, dtype=bits.dtype)
         drifts[name] = drift.view(weight.dtype)
-    far = bits.clone()  # in chunks of their own
+    far = bits.clone()  # in different chunks
     far[0, 0] += 1
     far[-1, -1] -= 1
     return {
@@ -45,23 +43,23 @@ def changed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [1 << 22, 100])
-def test_weights_that_differ_have_other_checksums(
+def test_different_weights_have_different_checksums(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
     monkeypatch.setattr(step_checks, "_CHUNK", chunk)
     weight = torch.randn(
         24, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float32
     ).to(dtype)
-    found = {name: compute_checksum(other) for name, other in changed(weight).items()}
+    found = {name: compute_checksum(other) for name, other in change_weight(weight).items()}
     assert compute_checksum(weight) not in found.values()
     assert len(set(found.values())) == len(found)
     assert compute_checksum(weight.clone()) == compute_checksum(weight)
     assert compute_checksum(weight.T.clone().T) == compute_checksum(weight), (
-        "strides are no part of a weight"
+        "strides do not change a checksum"
     )
 
 
-def test_only_a_rank_without_a_copy_has_zero() -> None:
+def test_only_a_missing_weight_has_checksum_zero() -> None:
     assert compute_checksum(None) == 0
     for rows in (0, 3):
         assert 0 < compute_checksum(torch.zeros(rows, 4)) < 1 << 60

@@ -1,6 +1,4 @@
-"""What an optimizer gets from stages: gradients of several steps, clipped by the norm over all
-stages; copies that stay equal.
-"""
+"""Gradients of stages over several steps, clipped by the norm over all stages."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ import pytest
 import torch
 from staged import (
     Case,
-    alone,
+    add_tied_head,
     check_near,
-    gradients_of,
-    model_for,
+    collect_gradients,
+    gather_whole,
+    make_model,
     prepare,
-    whole,
-    with_tied_head,
+    run_alone,
 )
 from torch.nn.functional import cross_entropy
 
@@ -35,39 +33,39 @@ TIED = {"lm_head.weight", "model.embed_tokens.weight"}
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of a micro-batch, which steps with the default `scale_grads` average."""
+    """Return the mean over a micro-batch; by default (`scale_grads`), steps average such means."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def accumulated(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
-    """Gradients of several steps with the default settings of a schedule, and collectives of all
-    ranks in the last one.
-    """
+def accumulate(rank: int, case: Case) -> tuple[dict[str, torch.Tensor], int]:
+    """Run steps of a default schedule; return gradients and collectives of the last step."""
     _, held, step = prepare(case, loss=mean_loss)
     for _ in range(STEPS):
         with patch.object(AttentionGroup, "gather", autospec=True, side_effect=gather) as gathered:
             step()
-    return gradients_of(held), gathered.call_count
+    return collect_gradients(held), gathered.call_count
 
 
 def backward_in_one_process(model: Any, case: Case) -> None:
-    """The mean over all micro-batches of all copies, each document alone."""
+    """Run backward of the mean over all micro-batches of all copies, one document at a time."""
     count = case.micro_batches * case.copies
-    alone(model, case, lambda logits, targets: mean_loss(logits, targets) / count)
+    run_alone(model, case, lambda logits, targets: mean_loss(logits, targets) / count)
 
 
 def test_gradients_of_several_steps_add_up(rank_pool: Callable[[int], RankPool]) -> None:
-    model = model_for(CASE, "sdpa")
+    model = make_model(CASE, "sdpa")
     backward_in_one_process(model, CASE)
-    wanted = {name: STEPS * grad for name, grad in gradients_of(model).items()}
-    wanted = with_tied_head(model, wanted)
-    for gradients, collectives in rank_pool(2)(accumulated, CASE):
-        assert collectives == 2  # of documents, and of plans and all else that ranks compare
+    wanted = {name: STEPS * grad for name, grad in collect_gradients(model).items()}
+    wanted = add_tied_head(model, wanted)
+    for gradients, collectives in rank_pool(2)(accumulate, CASE):
+        assert collectives == 2  # one for documents, one for all that ranks compare
         check_near(gradients, wanted)
 
 
-def clipped(rank: int, case: Case, engine: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms and weights of steps of SGD with clipped gradients."""
+def train_clipped(
+    rank: int, case: Case, engine: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with SGD and clipped gradients; return norms and weights."""
     stage, held, step = prepare(case, engine, loss=mean_loss)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=RATE)
     norms = []
@@ -76,14 +74,12 @@ def clipped(rank: int, case: Case, engine: str) -> tuple[list[float], dict[str, 
         norms.append(clip_grad_norm_(stage, MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    return norms, {name: whole(weight).detach() for name, weight in held.named_parameters()}
+    return norms, {name: gather_whole(weight).detach() for name, weight in held.named_parameters()}
 
 
 def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
-    """Norms and weights are those of one process, and both copies of the tied weight are the same
-    to the last bit.
-    """
-    model, norms = model_for(case, "sdpa"), []
+    """Check norms and weights against one process, and tied weights for bitwise equality."""
+    model, norms = make_model(case, "sdpa"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(STEPS):
         backward_in_one_process(model, case)
@@ -91,8 +87,8 @@ def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert all(norm > 2 * MAX_NORM for norm in norms)
-    wanted = with_tied_head(model, dict(model.named_parameters()))
-    found = pool(clipped, case, engine)
+    wanted = add_tied_head(model, dict(model.named_parameters()))
+    found = pool(train_clipped, case, engine)
     for own_norms, weights in found:
         assert own_norms == pytest.approx(norms, rel=EXACT)
         check_near(weights, wanted)
@@ -114,8 +110,8 @@ def test_gradients_of_replicated_and_sharded_stages_are_clipped(
     check_clipped(rank_pool(4), CASE._replace(copies=2), engine)
 
 
-def clipped_alone(rank: int, case: Case) -> str:
-    """The error of the step after one in which each stage clipped by its own norm."""
+def clip_by_stage(rank: int, case: Case) -> str:
+    """Return the error of the step after each stage clipped gradients by its own norm."""
     stage, _, step = prepare(case, loss=mean_loss)
     step()
     torch.nn.utils.clip_grad_norm_(stage.submod.parameters(), MAX_NORM)
@@ -127,13 +123,13 @@ def clipped_alone(rank: int, case: Case) -> str:
     return "no error"
 
 
-def test_copies_that_drifted_apart_are_told_apart(rank_pool: Callable[[int], RankPool]) -> None:
+def test_tied_weights_that_drifted_apart_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
-    texts = pool(clipped_alone, CASE)
-    pool.close()  # the ranks have left each other
+    texts = pool(clip_by_stage, CASE)
+    pool.close()  # its ranks have left their group
     for text in texts:
         assert text.startswith(
-            "DistCADesyncError: model.embed_tokens.weight and lm_head.weight are one weight, of"
-            " which ranks 0 and 1"
+            "DistCADesyncError: model.embed_tokens.weight and lm_head.weight are one weight."
+            " Ranks 0 and 1"
         )
         assert "differ in step 2" in text

@@ -27,7 +27,7 @@ SMALL = [
 ]
 
 
-def check(output: str, folder: Path) -> None:
+def check_run(output: str, folder: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
@@ -39,7 +39,7 @@ def check(output: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_stages_train(tmp_path: Path) -> None:
+def test_the_example_trains_two_stages_with_accelerate(tmp_path: Path) -> None:
     command = words_of(
         "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
         " examples/train_pipeline.py"
@@ -49,17 +49,16 @@ def test_two_stages_train(tmp_path: Path) -> None:
         tmp_path,
         timeout=360,
     )
-    check(output, tmp_path)
+    check_run(output, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("processes", "stages"), [("2", "2"), ("4", "4"), ("4", "2")])
-def test_torchrun_starts_it(tmp_path: Path, processes: str, stages: str) -> None:
-    """Two stages, four, and two of two copies."""
+def test_the_example_trains_with_torchrun(tmp_path: Path, processes: str, stages: str) -> None:
     command = words_of("torchrun --nproc_per_node 2 examples/train_pipeline.py")
     command[command.index("--nproc_per_node") + 1] = processes
     data = ["--dataset_name", write_corpus(tmp_path / "corpus")]
     if processes != "2":
         data += ["--stages", stages]
-    check(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path)
+    check_run(run_program([*command, *data, *SMALL], tmp_path, 360), tmp_path)

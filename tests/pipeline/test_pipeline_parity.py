@@ -1,6 +1,4 @@
-"""A model in stages that share attention has the loss and the gradients of the model in one
-process.
-"""
+"""Stages that share attention have the loss and the gradients of the model in one process."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from some_relays import some_relays
-from staged import Case, Found, check_equal, in_one_process, in_stages
+from some_relays import draw_relays
+from staged import Case, Found, check_equal, run_in_one_process, run_in_stages
 
 from hf_distca.pipeline import ticks
 from hf_distca.runtime.channel import Channel
@@ -23,22 +21,22 @@ from hf_distca.schedule.plan import Plan
 from ranks import RankPool
 from tiny_runs import PAIRS
 
-# float64 rounds near 1e-16; a gradient that is summed twice, left out or of another micro-batch is
+# float64 rounds near 1e-16. A gradient that is summed twice, missing or of another micro-batch is
 # off by far more.
 EXACT = 1e-9
 IN_FLOAT32 = 1e-5
 
-# Norms of most families are in float32 whatever the model is in: where a sum rounds the other way,
-# a gradient is off by 1e-7.
+# Most families compute norms in float32 in any dtype. If a sum rounds differently, a gradient is
+# off by 1e-7.
 NORMS_IN_FLOAT32 = 1e-6
 
 build = Route.build
 IN_TWO = (("ping_pong", True),)
 
-# Families whose attention is special, with what computes it in one process (sdpa where it can), and
-# how near stages come to it.
+# Families with special attention, its implementation in one process (sdpa if possible), and the
+# tolerance.
 SPECIAL = {
-    "gemma2": ("distca", NORMS_IN_FLOAT32),  # windows in every other layer, scores bounded
+    "gemma2": ("distca", NORMS_IN_FLOAT32),  # windows in every other layer, softcap
     "gpt_oss": ("distca", NORMS_IN_FLOAT32),  # sinks, windows
     "deepseek_v3": ("sdpa", NORMS_IN_FLOAT32),  # latent attention, experts
     "starcoder2": ("sdpa", EXACT),  # a window in every layer
@@ -49,23 +47,21 @@ SPECIAL = {
 
 
 def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Also under activation checkpointing, which repeats no attention; and a stage without a
-    micro-batch serves others.
-    """
+    """Checkpointing repeats no attention, and a stage without a micro-batch serves others."""
     case = Case(steps=2, tied=True)
-    reference = in_one_process(case, "sdpa")
-    plain = rank_pool(2)(in_stages, case)
+    reference = run_in_one_process(case, "sdpa")
+    plain = rank_pool(2)(run_in_stages, case)
     check_equal(plain, *reference, EXACT)
     assert all(one.served > 0 and one.sent_bytes > 0 for one in plain)
-    checkpointed = rank_pool(2)(in_stages, case._replace(checkpointing=False))
+    checkpointed = rank_pool(2)(run_in_stages, case._replace(checkpointing=False))
     check_equal(checkpointed, *reference, EXACT)
     for one, other in zip(plain, checkpointed, strict=True):
         assert (other.kernel_calls, other.calls) == (one.kernel_calls, one.calls)
         assert other.recomputed_calls == 2 * 2 * case.micro_batches  # layers of a stage, steps
 
 
-def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
-    """A step on one rank of a pool, and how many exchanges of attention were under way at once."""
+def run_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
+    """Run a case; also return the most exchanges of attention that were under way at once."""
     start, counts = Channel.start, [0]
 
     class Counted:
@@ -78,91 +74,89 @@ def in_stages_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
             self.transfer.wait()
 
     with patch.object(Channel, "start", lambda *arguments: Counted(start(*arguments))):
-        found = in_stages(rank, case)
+        found = run_in_stages(rank, case)
     return found, max(counts)
 
 
 def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Each call is made in two halves with a dispatch and a return each, which a recompute does not
-    repeat.
-    """
+    """Calls have two nano-batches with a dispatch and a return each; recomputes repeat neither."""
     case = Case(micro_batches=3)
-    reference = in_one_process(case, "sdpa")
-    whole = rank_pool(2)(in_stages_with_exchanges, case)
+    reference = run_in_one_process(case, "sdpa")
+    whole = rank_pool(2)(run_with_exchanges, case)
     for checkpointing in (None, False):
         found = rank_pool(2)(
-            in_stages_with_exchanges, case._replace(settings=IN_TWO, checkpointing=checkpointing)
+            run_with_exchanges, case._replace(settings=IN_TWO, checkpointing=checkpointing)
         )
         check_equal([one for one, _ in found], *reference, EXACT)
         for (one, under_way), (other, under_way_whole) in zip(found, whole, strict=True):
-            # One computes while the messages of the other travel.
+            # One nano-batch computes while the messages of the other travel.
             assert (under_way, under_way_whole) == (2, 1)
             assert one.sent_bytes > 0
             assert one.served > 0
             assert one.calls == 2 * other.calls
             assert one.dispatches == one.returns == 2 * other.dispatches
-            # halves, layers of a stage.
+            # Nano-batches times layers of a stage.
             assert one.recomputed_calls == (
                 0 if checkpointing is None else 2 * 2 * case.micro_batches
             )
 
 
-def in_stages_with_relays(rank: int, case: Case) -> tuple[Found, int]:
-    """A step on one rank of a pool under plans with any relays, and how many plans had some."""
+def run_with_relays(rank: int, case: Case) -> tuple[Found, int]:
+    """Run a case with random relays; also return the number of plans with relays."""
     relayed = []
 
     def balanced(*arguments: Any) -> Plan:
         plan = balance(*arguments)
-        relays = some_relays(random.Random(plan.digest), plan)
+        relays = draw_relays(random.Random(plan.digest), plan)
         relayed.append(relays is not None)
         return replace(plan, relays=relays)
 
     with patch.object(ticks, "balance", balanced):
-        found = in_stages(rank, case)
+        found = run_in_stages(rank, case)
     return found, sum(relayed)
 
 
 @pytest.mark.parametrize("settings", [(), IN_TWO], ids=["whole", "nano-batches"])
-def test_stages_that_pass_keys_on_equal_one_process(
+def test_stages_with_relays_equal_one_process(
     rank_pool: Callable[[int], RankPool], settings: Any
 ) -> None:
     case = Case(micro_batches=3, settings=settings)
-    found = rank_pool(2)(in_stages_with_relays, case)
+    found = rank_pool(2)(run_with_relays, case)
     assert all(relayed > 0 for _, relayed in found)
-    check_equal([one for one, _ in found], *in_one_process(case, "sdpa"), EXACT)
+    check_equal([one for one, _ in found], *run_in_one_process(case, "sdpa"), EXACT)
 
 
-def in_stages_with_groups(rank: int, case: Case) -> tuple[Found, int]:
-    """A step on one rank of a pool, and the most head groups of its plans."""
+def run_with_head_groups(rank: int, case: Case) -> tuple[Found, int]:
+    """Run a case; also return the most head groups of its plans."""
     groups = []
     with patch.object(
         Route,
         "build",
         side_effect=lambda plan, *more: groups.append(plan.layout.groups) or build(plan, *more),
     ):
-        found = in_stages(rank, case)
+        found = run_in_stages(rank, case)
     return found, max(groups)
 
 
 def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
-    """Rows of head groups travel, also where a stage has no micro-batch and only serves."""
-    # Bytes must cost something for documents to be split, and next to nothing for work to be moved.
+    """Rows of head groups travel, also to stages that have no micro-batch and only serve."""
+    # Documents are split only if bytes cost something; work moves only if they cost little.
     case = Case(
         micro_batches=3, settings=(("cost_model", replace(PAIRS, exchange_bytes_per_second=1e12)),)
     )
-    found = rank_pool(2)(in_stages_with_groups, case)
+    found = rank_pool(2)(run_with_head_groups, case)
     assert [groups for _, groups in found] == [2, 2]
-    check_equal([one for one, _ in found], *in_one_process(case, "sdpa"), EXACT)
+    check_equal([one for one, _ in found], *run_in_one_process(case, "sdpa"), EXACT)
 
 
 def test_stages_with_different_layers_equal_one_process(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """Layers with and without a window, three on one stage and one on the other: they meet only
-    where kinds are the same.
-    """
+    """The stages have three layers and one; they share attention only in layers of one kind."""
     case = Case("gemma2", micro_batches=3, per_stage=(3, 1), steps=3)
-    check_equal(rank_pool(2)(in_stages, case), *in_one_process(case, "distca"), NORMS_IN_FLOAT32)
+    check_equal(
+        rank_pool(2)(run_in_stages, case), *run_in_one_process(case, "distca"), NORMS_IN_FLOAT32
+    )
 
 
 @pytest.mark.slow
@@ -189,8 +183,8 @@ def test_stages_equal_one_process(
         checkpointing=checkpointing,
         layers=5,
     )
-    reference = in_one_process(case._replace(dtype=torch.float64), "sdpa")
-    found = rank_pool(stages * copies)(in_stages, case)
+    reference = run_in_one_process(case._replace(dtype=torch.float64), "sdpa")
+    found = rank_pool(stages * copies)(run_in_stages, case)
     check_equal(found, *reference, EXACT if dtype == torch.float64 else IN_FLOAT32)
 
 
@@ -202,7 +196,7 @@ IN_NANO_BATCHES = [
     Case("gpt_oss", micro_batches=5),
     Case("llama4_text", micro_batches=5),
     Case("longcat_flash"),  # two calls of attention in a layer
-    Case("beam"),  # whose layers are left whole
+    Case("beam"),  # its layers are not cut into nano-batches
     Case(settings=(("max_transient_bytes", 60_000),)),
     Case(tokens=2),
     Case(tokens=3, micro_batches=1),
@@ -228,11 +222,11 @@ MANY_STEPS = Case(stages=4, micro_batches=5, layers=5, steps=5)
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], case: Case) -> None:
-    found = rank_pool(case.stages * case.copies)(in_stages, case)
+    found = rank_pool(case.stages * case.copies)(run_in_stages, case)
     implementation, tolerance = {"llama": ("sdpa", EXACT), **SPECIAL}.get(
         case.family, ("distca", NORMS_IN_FLOAT32)
     )
-    check_equal(found, *in_one_process(case, implementation), tolerance)
+    check_equal(found, *run_in_one_process(case, implementation), tolerance)
     assert case.family not in SPECIAL or all(one.sent_bytes > 0 for one in found)
 
 
@@ -241,10 +235,9 @@ def test_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], c
 def test_stages_in_bfloat16_are_as_exact_as_one_process(
     rank_pool: Callable[[int], RankPool], stages: int
 ) -> None:
-    """Rounding is what is between them and float64, in stages as in one process."""
     case = Case(stages=stages, dtype=torch.bfloat16, steps=3)
-    loss, wanted = in_one_process(case._replace(dtype=torch.float64), "sdpa")
-    _, alone = in_one_process(case, "sdpa")
+    loss, wanted = run_in_one_process(case._replace(dtype=torch.float64), "sdpa")
+    _, alone = run_in_one_process(case, "sdpa")
 
     def error(gradients: dict[str, torch.Tensor]) -> float:
         return float(
@@ -252,7 +245,7 @@ def test_stages_in_bfloat16_are_as_exact_as_one_process(
             ** 0.5
         )
 
-    found = rank_pool(stages)(in_stages, case)
+    found = rank_pool(stages)(run_in_stages, case)
     together = {name: gradient for one in found for name, gradient in one.gradients.items()}
     assert all(abs(one.loss - loss) <= 0.01 * loss and one.sent_bytes > 0 for one in found)
     assert error(together) <= 1.2 * error(alone)

@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from staged import (
     Case,
-    alone,
-    batch,
     check_equal,
     check_near,
+    collect_gradients,
     configure,
-    gradients_of,
-    in_one_process,
-    in_stages,
-    loss_for,
-    model_for,
+    make_batch,
+    make_batches,
+    make_loss,
+    make_model,
+    make_schedule,
+    make_stage,
     prepare,
-    schedule_of,
-    stacked,
-    stage_of,
+    run_alone,
+    run_in_one_process,
+    run_in_stages,
     sum_over_ranks,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,16 +50,14 @@ def test_sharded_and_replicated_stages_equal_one_process(
     rank_pool: Callable[[int], RankPool], how: str, steps: int, tied: bool
 ) -> None:
     case = Case(copies=2, steps=steps, tied=tied, engine=how)
-    check_equal(rank_pool(4)(in_stages, case), *in_one_process(case, "sdpa"), EXACT)
+    check_equal(rank_pool(4)(run_in_stages, case), *run_in_one_process(case, "sdpa"), EXACT)
 
 
-def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
-    """Loss and gradients of a stage whose heads and feed-forward layers are cut in two, and bytes
-    sent for attention.
-    """
+def run_tensor_parallel(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Run stages with heads and feed-forward layers cut in two; also return the bytes sent."""
     configure(case)
     mesh = init_device_mesh("cpu", (case.stages, 2), mesh_dim_names=("pp", "tp"))
-    stage = split(model_for(case, "distca"), mesh["pp"])
+    stage = split(make_model(case, "distca"), mesh["pp"])
     columns = (
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -74,24 +72,24 @@ def cut(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor], int]:
     for layer in stage.submod.model.model.layers:
         if any(True for _ in layer.parameters()):
             parallelize_module(layer, mesh["tp"], plan)
-    schedule, losses = schedule_of(stage, case), list[torch.Tensor]()
-    ids, positions, targets = stacked(case, 0)
+    schedule, losses = make_schedule(stage, case), list[torch.Tensor]()
+    ids, positions, targets = make_batches(case, 0)
     for _ in range(case.steps):
         stage.submod.zero_grad()
         schedule.step(ids, position_ids=positions, target=targets, losses=losses)
     assert all(weight.grad is not None for weight in stage.submod.parameters())
-    loss = sum_over_ranks(losses) / 2  # both halves of a stage have it
-    return loss, gradients_of(stage.submod.model), current_session().meter.sent_bytes
+    loss = sum_over_ranks(losses) / 2  # both halves of a stage have the loss
+    return loss, collect_gradients(stage.submod.model), current_session().meter.sent_bytes
 
 
 @pytest.mark.slow
 def test_stages_with_tensor_parallel_layers_equal_one_process(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """Stages share attention with those that have the same heads."""
+    """Only stages with the same heads share attention."""
     case = Case(steps=3)
-    loss, gradients = in_one_process(case, "sdpa")
-    results = rank_pool(4)(cut, case)
+    loss, gradients = run_in_one_process(case, "sdpa")
+    results = rank_pool(4)(run_tensor_parallel, case)
     assert {name for _, own, _ in results for name in own} == set(gradients)
     for found, own, sent in results:
         assert abs(found - loss) <= EXACT * loss
@@ -99,9 +97,9 @@ def test_stages_with_tensor_parallel_layers_equal_one_process(
         check_near(own, gradients)
 
 
-def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
-    """Only behind attention: that of the first layer needs no gradient, and other stages count on
-    its rows in backward.
+def add_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
+    """Add adapters after attention only. Attention of the first layer then needs no gradient, but
+    other stages still expect its rows in backward.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -115,13 +113,13 @@ def with_adapters(model: PreTrainedModel, *, wrapped: bool) -> Any:
     return model
 
 
-def adapted(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of the adapters of a stage, which are saved."""
-    model = with_adapters(model_for(case, "distca"), wrapped=wrapped)
+def train_adapters(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, torch.Tensor]:
+    """Run a step and save a stage's adapters; return their gradients."""
+    model = add_adapters(make_model(case, "distca"), wrapped=wrapped)
     stage, held, step = prepare(case, model=model)
     step()
     save_pretrained(stage, folder)
-    return gradients_of(held)
+    return collect_gradients(held)
 
 
 @pytest.mark.slow
@@ -131,21 +129,19 @@ def adapted(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[str, tor
 def test_adapters_equal_one_process(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, stages: int, wrapped: bool
 ) -> None:
-    """Of four stages one has a layer without an adapter. What is saved is one adapter of the whole
-    model.
-    """
+    """One of four stages has no adapter. The saved adapter is that of the whole model."""
     from peft import PeftModel
 
     case = Case(stages=stages)
-    model = with_adapters(model_for(case, "sdpa"), wrapped=False)
-    alone(model, case, loss_for(case))
-    wanted = gradients_of(model)
-    found = rank_pool(stages)(adapted, case, wrapped, tmp_path)
+    model = add_adapters(make_model(case, "sdpa"), wrapped=False)
+    run_alone(model, case, make_loss(case))
+    wanted = collect_gradients(model)
+    found = rank_pool(stages)(train_adapters, case, wrapped, tmp_path)
     assert {name for one in found for name in one} == set(wanted)
     for one in found:
         check_near(one, wanted)
-    loaded = PeftModel.from_pretrained(model_for(case, "sdpa"), tmp_path)
-    ids = batch(case, 1)[0]
+    loaded = PeftModel.from_pretrained(make_model(case, "sdpa"), tmp_path)
+    ids = make_batch(case, 1)[0]
     assert torch.allclose(
         loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-12
     )
@@ -155,12 +151,12 @@ def test_adapters_equal_one_process(
     ]
 
 
-def evaluated(rank: int, case: Case) -> tuple[float, float, int]:
-    """Loss of an evaluation between two steps, and of the step after it."""
+def evaluate(rank: int, case: Case) -> tuple[float, float, int]:
+    """Return the losses of an evaluation and of the next step, and the bytes sent."""
     configure(case)
-    stage, _, _ = stage_of(case)
-    schedule = schedule_of(stage, case)
-    ids, positions, targets = stacked(case, 0)
+    stage, _, _ = make_stage(case)
+    schedule = make_schedule(stage, case)
+    ids, positions, targets = make_batches(case, 0)
     schedule.step(ids, position_ids=positions, target=targets)
     found, before = [], current_session().meter.sent_bytes
     for run in (schedule.eval, schedule.step):
@@ -172,65 +168,65 @@ def evaluated(rank: int, case: Case) -> tuple[float, float, int]:
 
 
 @pytest.mark.slow
-def test_an_evaluation_shares_attention_too(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_evaluation_shares_attention(rank_pool: Callable[[int], RankPool]) -> None:
     case = Case()
-    loss, _ = in_one_process(case, "sdpa")
-    for one, other, sent in rank_pool(2)(evaluated, case):
+    loss, _ = run_in_one_process(case, "sdpa")
+    for one, other, sent in rank_pool(2)(evaluate, case):
         assert abs(one - loss) <= EXACT * loss
         assert abs(other - loss) <= EXACT * loss
         assert sent > 0
 
 
-def padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients with so many tokens of padding at the end of each micro-batch."""
+def train_padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients with `padding` tokens at the end of each micro-batch."""
     configure(case)
-    stage, _, held = stage_of(case)
-    ids, positions, targets = stacked(case, 0)
+    stage, _, held = make_stage(case)
+    ids, positions, targets = make_batches(case, 0)
     mask = torch.cat([torch.ones_like(ids), torch.zeros_like(ids[:, :padding])], 1)
     ids, positions = (
         torch.cat([each, torch.zeros_like(ids[:, :padding])], 1) for each in (ids, positions)
     )
     targets = torch.cat([targets, torch.full_like(targets[:, :padding], -100)], 1)
     losses = list[torch.Tensor]()
-    schedule_of(stage, case).step(
+    make_schedule(stage, case).step(
         ids, position_ids=positions, attention_mask=mask, target=targets, losses=losses
     )
-    return sum_over_ranks(losses), gradients_of(held)
+    return sum_over_ranks(losses), collect_gradients(held)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
-def test_padding_changes_nothing(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_padding_changes_no_results(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
     case = Case(settings=(("ping_pong", ping_pong),))
-    loss, gradients = in_one_process(case, "sdpa")
-    for found, own in rank_pool(2)(padded, case, 7):
+    loss, gradients = run_in_one_process(case, "sdpa")
+    for found, own in rank_pool(2)(train_padded, case, 7):
         assert abs(found - loss) <= EXACT * loss
         check_near(own, gradients)
 
 
-# Of global batches for two copies of 96 tokens.
+# Document lengths of global batches for two copies of 96 tokens.
 LENGTHS = [[150, 20, 22], [64, 64, 64], [100, 90, 2], [192]]
 
 
-def tokens_of(number: int, document: int, length: int) -> torch.Tensor:
+def draw_tokens(number: int, document: int, length: int) -> torch.Tensor:
     return torch.randint(
         40, 90, (length,), generator=torch.Generator().manual_seed(100 * number + document)
     )
 
 
-def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a step of dealt batches, summed over copies."""
+def train_dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients of a step of dealt batches, summed over copies."""
     configure(case)
     documents = [
-        {"input_ids": tokens_of(number, document, length)}
+        {"input_ids": draw_tokens(number, document, length)}
         for number, lengths in enumerate(LENGTHS)
         for document, length in enumerate(lengths)
     ]
-    model = model_for(case, "distca")
+    model = make_model(case, "distca")
     shares = document_shares(
         documents, case.tokens, model=model, ranks=case.copies, seed=None, device="cpu"
     )
-    stage, mesh, held = stage_of(case, model=model)
+    stage, mesh, held = make_stage(case, model=model)
     copy = mesh.get_local_rank("dp")
     mine = [
         PackingCollator()([shares[number * case.copies + copy]])
@@ -241,20 +237,20 @@ def dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
         for name in ("input_ids", "position_ids", "shift_labels")
     )
     packed = [one["distca_documents"] for one in mine]
-    schedule = Schedule(stage, case.micro_batches, whole_loss, scale_grads=False)
+    schedule = Schedule(stage, case.micro_batches, compute_loss, scale_grads=False)
     losses = list[torch.Tensor]()
     for _ in range(2):
         stage.submod.zero_grad()
         schedule.step(
             ids, position_ids=positions, target=targets, losses=losses, distca_documents=packed
         )
-    grads = gradients_of(held)
+    grads = collect_gradients(held)
     for grad in grads.values():
         dist.all_reduce(grad, group=mesh["dp"].get_group())
     return sum_over_ranks(losses), grads
 
 
-def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (
         cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
         / 700
@@ -266,25 +262,25 @@ def whole_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_dealt_batches_equal_one_process(
     rank_pool: Callable[[int], RankPool], ping_pong: bool
 ) -> None:
-    """Documents over both copies of the model."""
+    """Documents span both copies of the model."""
     case = Case(copies=2, settings=(("ping_pong", ping_pong),))
-    model, total = model_for(case, "sdpa"), 0.0
+    model, total = make_model(case, "sdpa"), 0.0
     for number, lengths in enumerate(LENGTHS):
         for document, length in enumerate(lengths):
-            tokens = tokens_of(number, document, length)
+            tokens = draw_tokens(number, document, length)
             targets = torch.cat([tokens[1:], torch.tensor([-100])])
-            loss = whole_loss(model(input_ids=tokens[None]).logits, targets)
+            loss = compute_loss(model(input_ids=tokens[None]).logits, targets)
             loss.backward()
             total += loss.item()
-    gradients = gradients_of(model)
-    for loss, own in rank_pool(4)(dealt, case):
+    gradients = collect_gradients(model)
+    for loss, own in rank_pool(4)(train_dealt, case):
         assert abs(loss - total) <= EXACT * total
         check_near(own, gradients)
 
 
 @pytest.mark.slow
-def test_without_balancing_nothing_is_exchanged(rank_pool: Callable[[int], RankPool]) -> None:
+def test_nothing_is_exchanged_without_balancing(rank_pool: Callable[[int], RankPool]) -> None:
     case = Case(settings=(("balance", False),))
-    found = rank_pool(2)(in_stages, case)
-    check_equal(found, *in_one_process(case, "sdpa"), EXACT)
+    found = rank_pool(2)(run_in_stages, case)
+    check_equal(found, *run_in_one_process(case, "sdpa"), EXACT)
     assert [(one.sent_bytes, one.served) for one in found] == [(0, 0)] * 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, check_near, configure, model_for
+from staged import Case, check_near, configure, make_model
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
@@ -23,8 +23,8 @@ LENGTHS = [150, 20, 22, 64, 64, 64, 100, 90, 2, 192, 30, 30, 36, 96]
 TOKENS, RATE = 96, 0.5
 
 
-def blocks() -> list[str]:
-    """The code of the page, for a machine without a GPU and for small batches."""
+def read_blocks() -> list[str]:
+    """Read the page's code, changed for a CPU and small batches."""
     text = (ROOT / "docs" / "pipelines.md").read_text()
     return [
         block.replace('"cuda"', '"cpu"').replace(
@@ -34,17 +34,17 @@ def blocks() -> list[str]:
     ]
 
 
-def documents() -> list[dict[str, torch.Tensor]]:
+def draw_documents() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
         {"input_ids": torch.randint(40, 90, (length,), generator=generator)} for length in LENGTHS
     ]
 
 
-def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
-    """Weights of this stage after the steps of the page."""
+def train_stage(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
+    """Run the page's code and return the weights of this stage."""
     configure(case)
-    first, dealt = blocks()
+    first, dealt = read_blocks()
     positions = torch.arange(case.tokens).expand(case.micro_batches, -1)
     names: dict[str, Any] = {
         "torch": torch,
@@ -61,30 +61,30 @@ def trained(rank: int, case: Case, folder: str) -> dict[str, torch.Tensor]:
     names["loss_fn"] = lambda logits, targets: cross_entropy(
         logits.flatten(0, 1), targets.flatten()
     )
-    exec(compile(first, "docs/pipelines.md", "exec"), names)  # ours
+    exec(compile(first, "docs/pipelines.md", "exec"), names)  # the project's own code
     stage = names["stage"]
     if case.copies > 1:
         stage.submod = DistributedDataParallel(
             stage.submod, process_group=names["mesh"]["dp_replicate"].get_group()
         )
-    # As they were before the step of the first block.
-    weights = model_for(case, "sdpa").state_dict()
+    # Undo the step of the first block.
+    weights = make_model(case, "sdpa").state_dict()
     module = stage.submod.module if case.copies > 1 else stage.submod
     with torch.no_grad():
         for name, weight in module.model.named_parameters():
             weight.copy_(weights[name])
     names["optimizer"] = torch.optim.SGD(stage.submod.parameters(), lr=RATE)
-    names["documents"] = documents()
+    names["documents"] = draw_documents()
     exec(compile(dealt, "docs/pipelines.md", "exec"), names)
     return {name: weight.detach() for name, weight in module.model.named_parameters()}
 
 
-def trained_in_one_process(case: Case) -> dict[str, torch.Tensor]:
-    """The same steps of the mean over the targets of all copies, with clipped gradients."""
+def train_in_one_process(case: Case) -> dict[str, torch.Tensor]:
+    """Run the same steps on the mean over the targets of all copies, with clipped gradients."""
     hf_distca.configure()
-    model = model_for(case, "distca")
+    model = make_model(case, "distca")
     shares = hf_distca.document_shares(
-        documents(), TOKENS * case.copies, model=model, ranks=1, seed=None, device="cpu"
+        draw_documents(), TOKENS * case.copies, model=model, ranks=1, seed=None, device="cpu"
     )
     optimizer, collate = torch.optim.SGD(model.parameters(), lr=RATE), hf_distca.PackingCollator()
     for first in range(0, len(shares) - case.micro_batches + 1, case.micro_batches):
@@ -106,7 +106,7 @@ def test_code_of_the_page_trains_on_the_global_mean(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int
 ) -> None:
     case = Case(micro_batches=2, layers=2, tied=True, copies=copies)
-    model_for(case, "sdpa").save_pretrained(tmp_path)
-    wanted = trained_in_one_process(case)
-    for weights in rank_pool(2 * copies)(trained, case, str(tmp_path)):
+    make_model(case, "sdpa").save_pretrained(tmp_path)
+    wanted = train_in_one_process(case)
+    for weights in rank_pool(2 * copies)(train_stage, case, str(tmp_path)):
         check_near(weights, wanted, 1e-6)

@@ -1,6 +1,4 @@
-"""Models in stages, one after the other in one process: the same logits and gradients; what cannot
-be split is refused.
-"""
+"""Stages that run in one process equal the model; models that cannot be split are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ POSITIONS = torch.arange(24)[None]
 
 
 def compare(family: str) -> None:
-    """Raises unless two stages are the whole model."""
+    """Assert that two stages give the logits and the gradients of the model."""
     whole: Any = build(family, "distca", torch.float64)
     layers = len(ModelParts.from_model(whole).layers)
     logits = whole(input_ids=IDS, position_ids=POSITIONS, use_cache=False).logits
@@ -59,7 +57,7 @@ def compare(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_stages_are_the_model(family: str) -> None:
+def test_two_stages_equal_the_model(family: str) -> None:
     compare(family)
 
 
@@ -69,7 +67,7 @@ def test_every_proven_family_is_split_or_refused(family: str) -> None:
     if family in SPLIT:
         compare(family)
         return
-    model = build(family, "distca", torch.float64)  # whose type may be that of a part of the family
+    model = build(family, "distca", torch.float64)  # its type may be that of a part of the family
     with pytest.raises(
         UnsupportedError,
         match=rf"\({model.config.model_type}\) cannot be split into pipeline stages",
@@ -81,15 +79,15 @@ def test_every_proven_family_is_split_or_refused(family: str) -> None:
     ("family", "setting", "value"),
     [("gemma4_unified_text", "num_kv_shared_layers", 1), ("mixtral", "output_router_logits", True)],
 )
-def test_what_crosses_layers_is_refused(family: str, setting: str, value: object) -> None:
-    """Keys that layers share, and losses of all routers together."""
+def test_settings_that_connect_layers_are_refused(family: str, setting: str, value: object) -> None:
+    """Layers share keys, or one loss needs all routers."""
     model = build(family, "distca", torch.float32)
     setattr(model.config, setting, value)
     with pytest.raises(UnsupportedError, match=f"{setting}={value}"):
         check_split(model)
 
 
-def test_other_attention_is_refused() -> None:
+def test_a_model_with_other_attention_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r'has attn_implementation="sdpa".* load the model with attn_implementation="distca"',
@@ -97,24 +95,22 @@ def test_other_attention_is_refused() -> None:
         split(build("llama", "sdpa", torch.float32), Mock(ndim=1))
 
 
-def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="got a Linear: give it the model of transformers itself"):
+def test_a_wrong_model_or_mesh_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got a Linear: give it the transformers model itself"):
         split(torch.nn.Linear(1, 1), Mock(ndim=1))
     with pytest.raises(ConfigError, match="mesh of 2 dimensions"):
         split(build("llama", "distca", torch.float32), Mock(ndim=2))
 
 
-def test_layers_that_are_not_those_of_the_model_are_refused() -> None:
+def test_layer_counts_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"layers=\[2, 1\] must give .* add up to the model's 2 layers"
     ):
         StageModel(build("llama", "distca", torch.float32), 0, [2, 1])
 
 
-def test_a_head_that_an_adapter_trains_is_the_head() -> None:
-    """peft puts a module around a head that is trained as a whole, and around an embedding, which
-    is refused.
-    """
+def test_the_head_is_found_inside_an_adapter() -> None:
+    """peft wraps a head or an embedding that it trains whole; a wrapped embedding is refused."""
     from peft import LoraConfig
 
     model = build("llama", "distca", torch.float32)
@@ -128,8 +124,8 @@ def test_a_head_that_an_adapter_trains_is_the_head() -> None:
         ModelParts.from_model(model)
 
 
-def test_the_head_counts() -> None:
-    """A vocabulary as large as layers leaves the last stage fewer of them."""
+def test_the_head_counts_as_a_cost_of_the_last_stage() -> None:
+    """A large vocabulary leaves the last stage fewer layers."""
     model = build("llama", "distca", torch.float32)
     costs = ModelParts.from_model(model).estimate_layer_costs(model)
     layer = sum(weight.numel() for weight in model.model.layers[0].parameters())

@@ -1,6 +1,4 @@
-"""What is trained in stages is saved as one ordinary checkpoint; what is loaded in stages is this
-stage alone.
-"""
+"""Stages save one ordinary checkpoint, and each stage loads only its own part."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from staged import Case, alone, batch, loss_for, model_for, prepare
+from staged import Case, make_batch, make_loss, make_model, prepare, run_alone
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +21,7 @@ RATE = 0.5
 
 
 def train(rank: int, case: Case, folder: Path) -> None:
-    """A step of SGD, and the weights saved and loaded again."""
+    """Run a step of SGD, save the weights and load them again."""
     stage, held, step = prepare(case)
     step()
     torch.optim.SGD(stage.submod.parameters(), lr=RATE).step()
@@ -36,22 +34,22 @@ def train(rank: int, case: Case, folder: Path) -> None:
 
 
 def compare(found: Path, case: Case) -> None:
-    """The loaded checkpoint has the logits of the model that was trained in one process."""
-    model = model_for(case, "sdpa")
-    alone(model, case, loss_for(case))
+    """Assert that the checkpoint has the logits of a model trained in one process."""
+    model = make_model(case, "sdpa")
+    run_alone(model, case, make_loss(case))
     torch.optim.SGD(model.parameters(), lr=RATE).step()
     plain, info = AutoModelForCausalLM.from_pretrained(
         found, attn_implementation="sdpa", output_loading_info=True
     )
     assert not any(info.values())
-    ids = batch(case, 1)[0]
+    ids = make_batch(case, 1)[0]
     logits, wanted = (one(input_ids=ids).logits for one in (plain.eval(), model.eval()))
     tolerance = 1e-7 if case.dtype == torch.float64 else 1e-4
     assert (logits - wanted).abs().max() < tolerance * wanted.abs().max()
     assert sorted(file.name for file in found.iterdir() if file.name.startswith(".")) == []
 
 
-def test_a_checkpoint_of_stages_is_one_of_the_model(
+def test_a_checkpoint_of_two_stages_is_that_of_the_model(
     rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
     case = Case(micro_batches=2, tied=True, layers=2)
@@ -59,9 +57,9 @@ def test_a_checkpoint_of_stages_is_one_of_the_model(
     compare(tmp_path, case)
 
 
-def saved(rank: int, case: Case, folder: Path, adapter: bool) -> None:
-    """A model in stages as it was made, saved."""
-    model: Any = model_for(case, "distca")
+def save_untrained(rank: int, case: Case, folder: Path, adapter: bool) -> None:
+    """Save an untrained model in stages."""
+    model: Any = make_model(case, "distca")
     if adapter:
         from peft import LoraConfig
 
@@ -72,10 +70,10 @@ def saved(rank: int, case: Case, folder: Path, adapter: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_takes_the_place_of_another(
+def test_a_checkpoint_replaces_older_ones_and_killed_saves(
     rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    """Of one in one file, of one in more shards, and of saves that were killed."""
+    """Older checkpoints have one file or more shards; killed saves leave folders."""
     case, old = Case(layers=2), {"old": torch.zeros(1)}
     for name in (
         "model.safetensors",
@@ -85,7 +83,7 @@ def test_a_checkpoint_takes_the_place_of_another(
         save_file(old, tmp_path / name)
     (tmp_path / ".stage-1").mkdir()
     save_file(old, tmp_path / ".stage-1" / "adapter_model.safetensors")
-    rank_pool(2)(saved, case, tmp_path, False)
+    rank_pool(2)(save_untrained, case, tmp_path, False)
     found = sorted(file.name for file in tmp_path.glob("*.safetensors"))
     assert found == [
         "model-00001-of-00002.safetensors",
@@ -96,15 +94,15 @@ def test_a_checkpoint_takes_the_place_of_another(
         tmp_path, attn_implementation="sdpa", output_loading_info=True
     )
     assert not any(info.values())
-    wanted = model_for(case, "sdpa").state_dict()
+    wanted = make_model(case, "sdpa").state_dict()
     assert all(torch.equal(weight, wanted[name]) for name, weight in plain.state_dict().items())
     for stage in range(2):
         (tmp_path / f".stage-{stage}").mkdir()
-    rank_pool(2)(saved, case, tmp_path, True)
+    rank_pool(2)(save_untrained, case, tmp_path, True)
     assert len(load_file(tmp_path / "adapter_model.safetensors")) == 4
 
 
-def loaded(rank: int, folder: Path) -> None:
+def check_loading(rank: int, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "pp"))
     stage = from_pretrained(str(folder), mesh["pp"], subfolder="inner")
     assert stage.submod.model.config.num_hidden_layers == 4
@@ -116,20 +114,20 @@ def loaded(rank: int, folder: Path) -> None:
         from_pretrained(str(folder / "inner"), mesh["pp"], layers=[1, 1, 2])
 
 
-def test_stages_load_from_where_transformers_would_and_check(
+def test_stages_load_a_subfolder_and_check_mesh_and_layers(
     rank_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
-    model_for(Case(layers=2), "sdpa").save_pretrained(tmp_path)
-    model_for(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
-    rank_pool(2)(loaded, tmp_path)
+    make_model(Case(layers=2), "sdpa").save_pretrained(tmp_path)
+    make_model(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
+    rank_pool(2)(check_loading, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "starcoder2"])
-def test_a_checkpoint_of_four_stages_is_one_of_the_model(
+def test_a_checkpoint_of_four_stages_is_that_of_the_model(
     rank_pool: Callable[[int], RankPool], tmp_path: Path, family: str
 ) -> None:
-    # What transformers loads multiplies experts in groups, which knows no float64.
+    # Loaded models multiply experts in groups, which does not support float64.
     case = Case(
         family,
         stages=4,

@@ -1,6 +1,4 @@
-"""Stages that disagree, raise or sleep end in errors that name stage, tick and micro-batch, on
-every rank and in time.
-"""
+"""If stages disagree, raise or sleep, all ranks soon raise errors with tick and micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from staged import Case, configure, loss_for, model_for, prepare, schedule_of, stacked, stage_of
+from staged import (
+    Case,
+    configure,
+    make_batches,
+    make_loss,
+    make_model,
+    make_schedule,
+    make_stage,
+    prepare,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -28,21 +35,19 @@ from ranks import RankPool
 
 
 @pytest.fixture(autouse=True)
-def _ranks_of_its_own(rank_pool: Callable[[int], RankPool]) -> Iterator[None]:
-    """A wait that ends in vain closes the connections of the world, which is the group of the
-    stages here.
-    """
+def _close_ranks(rank_pool: Callable[[int], RankPool]) -> Iterator[None]:
+    """Close the ranks after each test: a wait that times out closes connections of the world."""
     yield
     rank_pool(2).close()
 
 
 TIMEOUT = 4.0
-SLACK = 4.0  # a busy machine, and the words of others
+SLACK = 4.0  # a busy machine, and reports of other ranks
 CASE = Case(micro_batches=3, layers=2, settings=(("timeout_seconds", TIMEOUT),))
 
 
-def end_of(step: Callable[..., object], *args: Any, **options: Any) -> tuple[str, float]:
-    """The error that a step ends in, and after how many seconds."""
+def run_to_error(step: Callable[..., object], *args: Any, **options: Any) -> tuple[str, float]:
+    """Run a step; return its error, and the seconds until then."""
     started = time.monotonic()
     try:
         step(*args, **options)
@@ -51,11 +56,11 @@ def end_of(step: Callable[..., object], *args: Any, **options: Any) -> tuple[str
     return "", time.monotonic() - started
 
 
-def failing(rank: int, what: str) -> tuple[str, float]:
-    """How a step ends in which rank 1 fails, in a world that is the group of the stages."""
+def fail_in_step(rank: int, what: str) -> tuple[str, float]:
+    """Run a step in which rank 1 fails; the world is the group of the stages."""
     configure(CASE)
-    stage = split(model_for(CASE, "distca"), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
-    ids, positions, targets = stacked(CASE)
+    stage = split(make_model(CASE, "distca"), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
+    ids, positions, targets = make_batches(CASE)
     if rank == 1 and what == "disagrees":
         positions = torch.arange(CASE.tokens).expand(CASE.micro_batches, -1)
     if rank == 1 and what in ("raises", "sleeps"):
@@ -63,22 +68,22 @@ def failing(rank: int, what: str) -> tuple[str, float]:
 
         def disturb(*_: Any) -> None:
             calls.append(None)
-            if len(calls) == 3:  # the first is that of the stage alone
+            if len(calls) == 3:  # the first call is not one of the step
                 if what == "raises":
                     raise ValueError("disturbed")
                 time.sleep(TIMEOUT + 2)
 
         stage.submod.model.model.layers[rank].register_forward_pre_hook(disturb)
-    return end_of(schedule_of(stage, CASE).step, ids, position_ids=positions, target=targets)
+    return run_to_error(
+        make_schedule(stage, CASE).step, ids, position_ids=positions, target=targets
+    )
 
 
-def differing(rank: int, what: str) -> tuple[str, float]:
-    """As `failing`, in the second step: stage 1 has micro-batches of another shape, or
-    evaluates.
-    """
+def differ_in_step(rank: int, what: str) -> tuple[str, float]:
+    """Run a second step in which stage 1 has micro-batches of another shape, or evaluates."""
     configure(CASE)
-    schedule = schedule_of(stage_of(CASE)[0], CASE)
-    ids, positions, targets = stacked(CASE)
+    schedule = make_schedule(make_stage(CASE)[0], CASE)
+    ids, positions, targets = make_batches(CASE)
     if what == "batch":  # documents of as many tokens in either shape
         positions = (torch.arange(CASE.tokens) % (CASE.tokens // 2)).repeat(CASE.micro_batches, 1)
     schedule.step(ids, position_ids=positions, target=targets)
@@ -89,15 +94,13 @@ def differing(rank: int, what: str) -> tuple[str, float]:
         ids, positions, targets = (
             one.view(2 * CASE.micro_batches, -1) for one in (ids, positions, targets)
         )
-    return end_of(run, ids, position_ids=positions, target=targets)
+    return run_to_error(run, ids, position_ids=positions, target=targets)
 
 
 @pytest.mark.slow
-def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
-    """The third forward of stage 1 is the second one of the step: of micro-batch 1, in the third
-    forward tick.
-    """
-    (first, _), (second, _) = rank_pool(2)(failing, "raises")
+def test_a_stage_that_raises_is_named_with_its_tick(rank_pool: Callable[[int], RankPool]) -> None:
+    """The third forward of stage 1 is that of micro-batch 1, the second one of the step."""
+    (first, _), (second, _) = rank_pool(2)(fail_in_step, "raises")
     assert second == "ValueError: disturbed"
     assert (
         "rank 1 raised ValueError while running forward tick 3 (micro-batch 2 on stage 0,"
@@ -107,8 +110,8 @@ def test_a_stage_that_raises(rank_pool: Callable[[int], RankPool]) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
-    (error, seconds), _ = rank_pool(2)(failing, "sleeps")
+def test_a_stage_that_sleeps_is_reported_as_silent(rank_pool: Callable[[int], RankPool]) -> None:
+    (error, seconds), _ = rank_pool(2)(fail_in_step, "sleeps")
     assert error.startswith("DistCADesyncError: ")
     assert "rank 1 is silent" in error
     assert (
@@ -118,25 +121,23 @@ def test_a_stage_that_sleeps(rank_pool: Callable[[int], RankPool]) -> None:
     assert seconds < TIMEOUT + SLACK
 
 
-def odd_one_out(rank: int, what: str) -> tuple[str, float]:
-    """As `failing`, with something that rank 1 has otherwise than rank 0, in its second step or
-    from the beginning.
-    """
+def differ_on_rank_1(rank: int, what: str) -> tuple[str, float]:
+    """Run steps in which something differs on rank 1, at first or in the second step."""
     settings = {"ping_pong": True} if rank == 1 and what == "ping_pong" else {}
     case = CASE._replace(
         layers=3 if rank == 1 and what == "layers" else 2,
         settings=(*CASE.settings, *settings.items()),
     )
     configure(case)
-    model = model_for(case._replace(tied=what == "copies"), "distca")
+    model = make_model(case._replace(tied=what == "copies"), "distca")
     if rank == 1 and what == "copies":
         model.get_input_embeddings().weight.data.mul_(1.5)
     if what == "float16":
         model = model.half()
-    stage, _, _ = stage_of(case, model=model)
+    stage, _, _ = make_stage(case, model=model)
     count = case.micro_batches - (rank == 1 and what == "micro-batches")
-    ids, positions, targets = stacked(case, count=count)
-    schedule = Schedule(stage, count, loss_for(case), scale_grads=False)
+    ids, positions, targets = make_batches(case, count=count)
+    schedule = Schedule(stage, count, make_loss(case), scale_grads=False)
     more: dict[str, Any] = {}
     if what == "shares":
         documents = [{"input_ids": torch.arange(case.tokens)}] * count
@@ -154,54 +155,66 @@ def odd_one_out(rank: int, what: str) -> tuple[str, float]:
         stage.submod.train(rank == 0)
     if rank == 1 and what == "configure":
         configure(case)
-    return end_of(schedule.step, ids, position_ids=positions, target=targets, **more)
+    return run_to_error(schedule.step, ids, position_ids=positions, target=targets, **more)
 
 
-DIFFERENT = "ranks do not run the same in the first step: "
+DIFFERENT = "ranks do not agree in the first step: "
 DOCUMENTS = "ranks 0 and 1 are stages of one copy of the model and have different documents in"
 
 
 @pytest.mark.parametrize(
     ("function", "what", "said"),
     [
-        (odd_one_out, "layers", "config.num_hidden_layers is 2 on rank 0, 3 on rank 1"),
-        (odd_one_out, "micro-batches", DIFFERENT + "n_microbatches is 3 on rank 0, 2 on rank 1."),
-        (odd_one_out, "ping_pong", DIFFERENT + "ping_pong is False on rank 0, True on rank 1."),
+        (differ_on_rank_1, "layers", "config.num_hidden_layers is 2 on rank 0, 3 on rank 1"),
         (
-            odd_one_out,
+            differ_on_rank_1,
+            "micro-batches",
+            DIFFERENT + "n_microbatches is 3 on rank 0, 2 on rank 1.",
+        ),
+        (
+            differ_on_rank_1,
+            "ping_pong",
+            DIFFERENT + "ping_pong is False on rank 0, True on rank 1.",
+        ),
+        (
+            differ_on_rank_1,
             "eval",
             "in step 2, 3 micro-batches in 2 stages: the mode of the model is train on rank 0,"
             " eval on rank 1.",
         ),
         (
-            odd_one_out,
+            differ_on_rank_1,
             "copies",
-            "model.embed_tokens.weight and lm_head.weight are one weight, of which ranks 0 and 1"
-            " have a copy each",
+            "model.embed_tokens.weight and lm_head.weight are one weight. Ranks 0 and 1 have copies"
+            " of it",
         ),
         (
-            odd_one_out,
+            differ_on_rank_1,
             "shares",
             "ranks have different ways of giving documents in step 1, 3 micro-batches",
         ),
-        pytest.param(failing, "disagrees", f"{DOCUMENTS} micro-batch 1", marks=pytest.mark.slow),
-        pytest.param(differing, "tokens", f"{DOCUMENTS} micro-batch 0", marks=pytest.mark.slow),
         pytest.param(
-            differing,
+            fail_in_step, "disagrees", f"{DOCUMENTS} micro-batch 1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            differ_in_step, "tokens", f"{DOCUMENTS} micro-batch 0", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            differ_in_step,
             "batch",
             "ranks 0 and 1 are stages of one copy of the model and have micro-batches of shapes"
             " (1, 96) and (2, 48)",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            differing,
+            differ_in_step,
             "evaluates",
             "in step 2, 3 micro-batches in 2 stages: the run is step on rank 0, eval on rank 1",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_ranks_that_differ_are_told_apart_by_name(
+def test_errors_name_the_difference_between_ranks(
     rank_pool: Callable[[int], RankPool],
     function: Callable[..., tuple[str, float]],
     what: str,
@@ -213,10 +226,10 @@ def test_ranks_that_differ_are_told_apart_by_name(
         assert seconds < TIMEOUT
 
 
-def test_a_rank_that_configures_again_tells_the_others_at_once(
+def test_configure_between_steps_on_one_rank_fails_on_all_at_once(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    (first, seconds), (second, _) = rank_pool(2)(odd_one_out, "configure")
+    (first, seconds), (second, _) = rank_pool(2)(differ_on_rank_1, "configure")
     assert second.startswith("ConfigError: ")
     assert "make the Schedule again" in second
     assert "rank 1 raised ConfigError while reading the documents of step 2" in first
@@ -224,42 +237,38 @@ def test_a_rank_that_configures_again_tells_the_others_at_once(
 
 
 def test_float16_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    for error, _ in rank_pool(2)(odd_one_out, "float16"):
+    for error, _ in rank_pool(2)(differ_on_rank_1, "float16"):
         assert error.startswith("UnsupportedError: ")
         assert "float16 needs a GradScaler" in error
 
 
-def frozen(rank: int, when: str) -> tuple[str, float]:
-    """As `failing`, with an embedding that is tied to the head and frozen on the first stage
-    alone.
-    """
+def freeze_embedding(rank: int, when: str) -> tuple[str, float]:
+    """Run a step with an embedding that is tied to the head and frozen only on the first stage."""
     _, held, step = prepare(CASE._replace(tied=True))
     if when == "later":
         step()
     for weight in held.get_input_embeddings().parameters():
         weight.requires_grad_(False)
-    return end_of(step)
+    return run_to_error(step)
 
 
 @pytest.mark.slow
-def test_a_tied_embedding_that_one_stage_froze(rank_pool: Callable[[int], RankPool]) -> None:
-    for error, seconds in rank_pool(2)(frozen, "first"):
+def test_an_embedding_frozen_on_one_stage_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    for error, seconds in rank_pool(2)(freeze_embedding, "first"):
         assert error.startswith("ConfigError: ")
         assert (
             "only one of them is trained: rank 0 (stage 0): frozen, rank 1 (stage 1): trained"
             in error
         )
         assert seconds < TIMEOUT
-    _, (error, seconds) = rank_pool(2)(frozen, "later")
+    _, (error, seconds) = rank_pool(2)(freeze_embedding, "later")
     assert error.startswith("DistCADesyncError: ")
     assert "while adding the gradients of the tied embedding in step 2" in error
     assert seconds < TIMEOUT + SLACK
 
 
-def in_vain(rank: int, store: Path, pipe: Connection) -> None:
-    """Wait for a message that the other rank does not send, in a world as `init_device_mesh` makes
-    it: of no backend.
-    """
+def wait_in_vain(rank: int, store: Path, pipe: Connection) -> None:
+    """Wait for a message that is not sent, in a world of `init_device_mesh` without a backend."""
     dist.init_process_group(store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     if rank == 0:
         started = time.monotonic()
@@ -274,7 +283,7 @@ def in_vain(rank: int, store: Path, pipe: Connection) -> None:
 
 def test_waits_are_bounded_in_a_world_without_a_backend(tmp_path: Path) -> None:
     ours, theirs = Pipe()
-    ranks = [forks.start(in_vain, rank, tmp_path / "store", theirs) for rank in range(2)]
+    ranks = [forks.start(wait_in_vain, rank, tmp_path / "store", theirs) for rank in range(2)]
     arrived = ours.poll(60)
     backend, seconds = ours.recv() if arrived else ("", 0.0)
     for rank in ranks:
@@ -285,13 +294,13 @@ def test_waits_are_bounded_in_a_world_without_a_backend(tmp_path: Path) -> None:
     assert seconds < SLACK
 
 
-def test_what_stages_cannot_do_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
-    rank_pool(2)(refusals)
+def test_unsupported_settings_and_models_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2)(check_refusals)
 
 
-def refusals(rank: int) -> None:
+def check_refusals(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    stage = split(model_for(Case(layers=2), "distca"), mesh)
+    stage = split(make_model(Case(layers=2), "distca"), mesh)
     for setting, why in (
         (("group_size", 1), "group_size=1.*Leave group_size out"),
         (
@@ -300,13 +309,13 @@ def refusals(rank: int) -> None:
         ),
     ):
         configure(Case(settings=(setting,)))
-        schedule = Schedule(stage, 2, loss_for(Case()))
+        schedule = Schedule(stage, 2, make_loss(Case()))
         with pytest.raises(UnsupportedError, match=why):
             schedule.step(
                 torch.zeros(2, 8, dtype=torch.long), target=torch.zeros(2, 8, dtype=torch.long)
             )
     configure(Case())
-    sharded = model_for(Case(layers=2), "distca")
+    sharded = make_model(Case(layers=2), "distca")
     fully_shard(sharded, mesh=mesh)
     with pytest.raises(
         ConfigError,

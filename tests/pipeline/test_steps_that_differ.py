@@ -11,75 +11,71 @@ import torch
 import torch.distributed as dist
 from staged import (
     Case,
+    add_tied_head,
     check_near,
+    collect_gradients,
     configure,
-    gradients_of,
-    in_one_process,
-    loss_for,
-    model_for,
+    make_batches,
+    make_loss,
+    make_model,
+    make_schedule,
+    make_stage,
     prepare,
-    schedule_of,
-    stacked,
-    stage_of,
-    with_tied_head,
+    run_in_one_process,
 )
 
 from hf_distca.pipeline import Schedule
 from ranks import RankPool
 
-TOKENS = (96, 96, 48, 96)  # of the micro-batches of each step
+TOKENS = (96, 96, 48, 96)  # of each micro-batch, by step
 
 
-def gradients_in_one_process(case: Case) -> dict[str, torch.Tensor]:
-    """Of all steps together, each document alone."""
-    model, loss = model_for(case, "sdpa"), loss_for(case)
+def sum_gradients(case: Case) -> dict[str, torch.Tensor]:
+    """Sum the gradients of all steps, one document at a time."""
+    model, loss = make_model(case, "sdpa"), make_loss(case)
     for tokens in TOKENS:
         for ids, positions, targets in zip(
-            *(tensor[:, :tokens].split(1) for tensor in stacked(case)), strict=True
+            *(tensor[:, :tokens].split(1) for tensor in make_batches(case)), strict=True
         ):
             lengths = (
                 (positions[0] == 0).nonzero()[:, 0].diff(append=torch.tensor([tokens])).tolist()
             )
             logits = [model(input_ids=one, use_cache=False).logits for one in ids.split(lengths, 1)]
             loss(torch.cat(logits, 1), targets).backward()
-    return with_tied_head(model, gradients_of(model))
+    return add_tied_head(model, collect_gradients(model))
 
 
-def accumulated(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[str, torch.Tensor]:
-    """Gradients of steps that differ in shape, with evaluations in between, by a schedule of their
-    own or not.
-    """
+def accumulate(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[str, torch.Tensor]:
+    """Accumulate gradients of steps of different shapes, with evaluations between them."""
     configure(case)
-    stage, _, held = stage_of(case, "fsdp" if sharded else "none")
-    schedule = schedule_of(stage, case)
+    stage, _, held = make_stage(case, "fsdp" if sharded else "none")
+    schedule = make_schedule(stage, case)
     other = Schedule(stage, 1)
     for number, tokens in enumerate(TOKENS):
-        ids, positions, targets = (tensor[:, :tokens] for tensor in stacked(case))
+        ids, positions, targets = (tensor[:, :tokens] for tensor in make_batches(case))
         with torch.no_grad():
             if number and evaluated == "another schedule":
                 other.step(ids[:1], position_ids=positions[:1])
             elif number:
                 schedule.eval(ids, position_ids=positions, target=targets)
         schedule.step(ids, position_ids=positions, target=targets)
-    return gradients_of(held)
+    return collect_gradients(held)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("evaluated", ["the schedule", "another schedule"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
-def test_gradients_outlast_other_shapes_and_evaluations(
+def test_gradients_survive_other_shapes_and_evaluations(
     rank_pool: Callable[[int], RankPool], sharded: bool, evaluated: str
 ) -> None:
     case = Case(tied=True)
-    wanted = gradients_in_one_process(case)
-    for own in rank_pool(2)(accumulated, case, sharded, evaluated):
+    wanted = sum_gradients(case)
+    for own in rank_pool(2)(accumulate, case, sharded, evaluated):
         check_near(own, wanted)
 
 
-def messages(rank: int, case: Case) -> list[list[str]]:
-    """What was begun in the group of the stages in each of two steps: collectives, and messages
-    between some.
-    """
+def list_messages(rank: int, case: Case) -> list[list[str]]:
+    """List for two steps whether each message is between all stages or only some."""
     stage, _, step = prepare(case)
     reduce, trade, found = dist.all_reduce, dist.batch_isend_irecv, list[list[str]]()
 
@@ -104,27 +100,27 @@ def messages(rank: int, case: Case) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_all_stages_take_part_in_the_first_message(rank_pool: Callable[[int], RankPool]) -> None:
-    for first, second in rank_pool(3)(messages, Case(stages=3, layers=3, micro_batches=2)):
+    for first, second in rank_pool(3)(list_messages, Case(stages=3, layers=3, micro_batches=2)):
         assert first == ["all", *second]
         assert set(second) == {"some"}
 
 
-def moved(rank: int, case: Case) -> dict[str, torch.Tensor]:
-    """Gradients of a stage that was split on one device and then moved to another."""
-    model = model_for(case, "distca")
+def run_moved_stage(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """Return the gradients of a stage that was split on one device and moved to another."""
+    model = make_model(case, "distca")
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    stage, held, step = prepare(case, model=model_for(case, "distca").to("meta"))
+    stage, held, step = prepare(case, model=make_model(case, "distca").to("meta"))
     assert stage.device.type == "meta"
     stage.submod.to_empty(device="cpu")
     with torch.no_grad():
         for name, tensor in (*held.named_parameters(), *held.named_buffers()):
             tensor.copy_(values[name])
     step()
-    return gradients_of(held)
+    return collect_gradients(held)
 
 
-def test_a_stage_is_where_its_weights_are(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_stage_runs_on_the_device_of_its_weights(rank_pool: Callable[[int], RankPool]) -> None:
     case = Case(layers=2, micro_batches=2)
-    _, gradients = in_one_process(case, "sdpa")
-    for own in rank_pool(2)(moved, case):
+    _, gradients = run_in_one_process(case, "sdpa")
+    for own in rank_pool(2)(run_moved_stage, case):
         check_near(own, gradients)

@@ -1,4 +1,4 @@
-"""Ticks and calls: who runs what when."""
+"""The order of ticks, merged calls, and the layers of stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ SIZES = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 8), (4, 3), (4, 8), (8, 32)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_step_has_the_ticks_of_1f1b_through_all_stages(stages: int, micro_batches: int) -> None:
-    """A step has as many ticks as 1F1B and every micro-batch goes through all stages."""
+def test_a_step_has_as_many_ticks_as_1f1b(stages: int, micro_batches: int) -> None:
     order = order_ticks(stages, micro_batches)
     assert len(order) == 2 * (micro_batches + stages - 1)
     assert [tick.number for tick in order] == list(range(len(order)))
@@ -31,13 +30,13 @@ def test_step_has_the_ticks_of_1f1b_through_all_stages(stages: int, micro_batche
     assert len(when) == 2 * stages * micro_batches
     for at, stage in itertools.product(range(micro_batches), range(stages)):
         assert when[False, at, stage] < when[True, at, stage]
-        if stage:  # forward comes from the stage before, backward from the one behind
+        if stage:  # forward follows the stage before, backward the one behind
             assert when[False, at, stage - 1] < when[False, at, stage]
             assert when[True, at, stage] < when[True, at, stage - 1]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_a_stage_holds_as_many_micro_batches_as_is_said(stages: int, micro_batches: int) -> None:
+def test_later_stages_hold_fewer_micro_batches_at_once(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
         held = most = 0
         for tick in order_ticks(stages, micro_batches):
@@ -47,7 +46,7 @@ def test_a_stage_holds_as_many_micro_batches_as_is_said(stages: int, micro_batch
         assert most == min(micro_batches, 2 * (stages - stage) - 1)
 
 
-def test_evaluation_has_forward_ticks_alone() -> None:
+def test_evaluation_has_only_forward_ticks() -> None:
     order = order_ticks(3, 4, backward=False)
     assert len(order) == 4 + 3 - 1
     assert not any(tick.backward for tick in order)
@@ -82,7 +81,7 @@ def test_calls_of_one_kind_are_made_together(stages: list[str], expected: list[s
         ([5], 1, [1]),
     ],
 )
-def test_the_most_expensive_stage_is_as_cheap_as_can_be(
+def test_the_most_expensive_stage_is_as_cheap_as_possible(
     costs: list[float], stages: int, expected: list[int]
 ) -> None:
     found = divide_layers(costs, stages)
@@ -100,8 +99,8 @@ def test_more_stages_than_layers_are_refused() -> None:
         divide_layers([1.0, 1.0], 3)
 
 
-def test_documents_of_other_shares_are_refused_by_name() -> None:
-    """Two stages of two copies, which have parts of one document: with its middle, and without."""
+def test_a_document_with_missing_tokens_is_refused() -> None:
+    """Two copies in two stages share a document; without its middle, the layout is refused."""
     copies, header = (0, 0, 1, 1), np.array([[1, 0, 0, 1, 0]] * 4)
     for second in (10, 20):
         runs = np.array([[7, 0, 10], [7, 0, 10], [7, second, 10], [7, second, 10]])

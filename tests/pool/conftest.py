@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-for room in ("engines", "models"):  # whose runs are run with servers, too
+for room in ("engines", "models"):  # tests run cases of these folders with servers
     sys.path.append(str(Path(__file__).parents[1] / room))
 
 if TYPE_CHECKING:
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Callable[[int, int], Launch]]:
-    """Launches by ranks that train and servers, started when first asked for, and again after one
-    failed.
-    """
+    """Start one launch for each pair of counts, and another after a failure."""
     from launches import Launch
 
     launches: dict[tuple[int, int], Launch] = {}
 
-    def started(trainers: int, servers: int) -> Launch:
+    def start(trainers: int, servers: int) -> Launch:
         known = launches.get((trainers, servers))
         if known is None or not known.alive:
             if known is not None:
@@ -31,6 +29,6 @@ def launch() -> Iterator[Callable[[int, int], Launch]]:
             known = launches[trainers, servers] = Launch(trainers, servers)
         return known
 
-    yield started
+    yield start
     for known in launches.values():
         known.close()

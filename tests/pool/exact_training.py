@@ -1,6 +1,4 @@
-"""Training in float64, as loops of one's own do it, in all the ways in which documents come to
-ranks.
-"""
+"""Training loops in float64 with every way of giving documents to ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +26,18 @@ from tiny_runs import VOCABULARY, documents, settings
 
 LAYERS = 2
 TOKENS = 96  # of a rank in a micro-batch
-# Of a micro-batch on each rank.
+# Document lengths of a micro-batch; ranks take the rows in turn.
 LENGTHS = ([96], [24, 1, 23, 24, 24], [70, 26], [5, 91])
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What is trained.
+    """A case of training.
 
     Attributes:
         model: "full" attention, "windows" in half of the layers, or "sinks".
         documents: "drawn" by each rank, "dealt", or "spanning" ranks.
-        evaluated: between steps: "together", "alone" on rank 1, or not.
+        evaluated: after each step: "together", "alone" on rank 1, or "" for never.
         changes: settings of distca.
     """
 
@@ -58,7 +56,7 @@ class Exact:
 
     @property
     def micro_batches(self) -> int:
-        """Of all steps."""
+        """Micro-batches of all steps."""
         return self.steps * self.accumulation
 
     @property
@@ -69,9 +67,7 @@ class Exact:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Sums over ranks of the losses of each micro-batch, losses in evaluation, and the weights in
-    the end.
-    """
+    """Losses of micro-batches summed over ranks, losses in evaluation, and final weights."""
 
     losses: list[float]
     evaluated: list[float]
@@ -80,23 +76,23 @@ class Outcome:
 
 def train(rank: int, case: Exact) -> Outcome:
     """Train on this rank; every rank of the world must call it."""
-    # Backward runs no such mode, so what it computes again would have another dtype.
+    # The mode does not reach backward, so recomputes would have another dtype.
     with nullcontext() if case.checkpointing else Float64Throughout():
         return _train(rank, case)
 
 
 def _train(rank: int, case: Exact) -> Outcome:
     hf_distca.configure(settings(**case.changes))
-    model = model_for(case.model)
+    model = build_model(case.model)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses, evaluated = [], list[float]()
-    batches = _batches(rank, case, model)
+    batches = _make_batches(rank, case, model)
     for _ in range(case.steps):
         micro_batches = [next(batches) for _ in range(case.accumulation)]
         for batch in micro_batches:
-            loss = loss_of(model, batch)
+            loss = compute_loss(model, batch)
             loss.backward()
             losses.append(loss.detach())
         for parameter in model.parameters():
@@ -106,7 +102,7 @@ def _train(rank: int, case: Exact) -> Outcome:
         if case.evaluated == "together" or (case.evaluated == "alone" and rank == 1):
             model.eval()
             with torch.no_grad():
-                evaluated.append(float(loss_of(model, drawn(rank, 1000))))
+                evaluated.append(float(compute_loss(model, draw_batch(rank, 1000))))
             model.train()
     total = torch.stack(losses)
     dist.all_reduce(total)
@@ -117,7 +113,7 @@ def _train(rank: int, case: Exact) -> Outcome:
     )
 
 
-def model_for(kind: str) -> Any:
+def build_model(kind: str) -> Any:
     torch.manual_seed(0)
     shape = {
         "hidden_size": 64,
@@ -139,10 +135,8 @@ def model_for(kind: str) -> Any:
     return LlamaForCausalLM._from_config(LlamaConfig(**shape)).train()
 
 
-def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """In float64, which the losses of transformers are not; in tokens of a rank, so that sums over
-    ranks are means.
-    """
+def compute_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Compute the loss in float64, scaled so that the sum over ranks is the mean over tokens."""
     known = {
         name: batch[name]
         for name in ("input_ids", "position_ids", "distca_documents")
@@ -158,11 +152,11 @@ def loss_of(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return summed / (TOKENS * dist.get_world_size())
 
 
-def _batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
+def _make_batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
     if case.documents == "spanning":
-        return (_spanning(rank, number) for number in range(case.micro_batches))
+        return (_make_spanning(rank, number) for number in range(case.micro_batches))
     if case.documents != "dealt":
-        return (drawn(rank, number) for number in range(case.micro_batches))
+        return (draw_batch(rank, number) for number in range(case.micro_batches))
     lengths = chain.from_iterable(
         [150, 7, 1, 33, 90, 64, 12, 250, 5, 80] for _ in range(2 * case.micro_batches)
     )
@@ -178,15 +172,15 @@ def _batches(rank: int, case: Exact, model: Any) -> Iterator[dict[str, Any]]:
     )
 
 
-def drawn(rank: int, number: int) -> dict[str, Any]:
+def draw_batch(rank: int, number: int) -> dict[str, Any]:
     lengths = LENGTHS[(rank + number) % len(LENGTHS)]
     return hf_distca.PackingCollator()(
         [{"documents": documents(*lengths, seed=10 * number + rank)}]
     )
 
 
-def _spanning(rank: int, number: int) -> dict[str, Any]:
-    """A part of one document that lies on all ranks, and on each rank a short one."""
+def _make_spanning(rank: int, number: int) -> dict[str, Any]:
+    """Make a part of a document that lies on all ranks, and a short document."""
     part = TOKENS - 16
     long, short = (
         documents(part * dist.get_world_size(), seed=number)[0],

@@ -1,6 +1,4 @@
-"""Launches with servers, whose ranks stay up and run one function after another: with the servers,
-and without them.
-"""
+"""Launches with servers; their ranks stay up, and run functions with and without servers."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ from ranks import RankPool
 
 @dataclass(frozen=True)
 class Served:
-    """What a server did since it was asked: steps that it was told, calls of a kernel, bytes sent;
-    and what it keeps, by kind.
+    """The steps, kernel calls and sent bytes of a server since the last report, and the objects
+    that the server keeps, by type.
     """
 
     steps: Counter[str]
@@ -49,11 +47,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a function returned on a rank that trains, and what it had to do with servers.
+    """What a function returned on a rank that trains, and its use of servers.
 
     Attributes:
-        told: steps that rank 0 named to each server.
-        share: of the estimated seconds of attention, how much servers computed.
+        told: steps that rank 0 announced to each server.
+        share: the part of the estimated seconds of attention that servers computed.
     """
 
     value: Any
@@ -62,9 +60,7 @@ class Trained:
 
 
 class Launch(RankPool):
-    """So many ranks that train and so many servers, of one launch as by torchrun; servers take part
-    in what `pooled` runs.
-    """
+    """Ranks that train and servers, started like by torchrun; servers compute for `pooled`."""
 
     def __init__(self, trainers: int, servers: int, *, daemon: bool = True) -> None:
         self.trainers, self._written = trainers, tempfile.TemporaryDirectory()
@@ -82,25 +78,25 @@ class Launch(RankPool):
             self._asked.append(ours)
         super().__init__(trainers, daemon=daemon, join=join)
 
-    def served(self) -> list[Served]:
-        """What each server did since this was asked."""
+    def ask_servers(self) -> list[Served]:
+        """Ask each server for a report."""
         for asked in self._asked:
             asked.send(None)
         if not all(asked.poll(20.0) for asked in self._asked):
-            raise AssertionError(f"a server does not answer: {self.said()}")
+            raise AssertionError(f"a server does not answer: {self.read_outputs()}")
         return [asked.recv() for asked in self._asked]
 
     @property
     def outputs(self) -> list[Path]:
-        """Where each server writes."""
+        """The output files of the servers."""
         return sorted(Path(self._written.name).glob("*.txt"))
 
-    def said(self) -> list[str]:
-        """What each server wrote."""
+    def read_outputs(self) -> list[str]:
+        """Read the output of each server."""
         return [path.read_text() for path in self.outputs]
 
     def end(self) -> list[int | None]:
-        """Let the ranks end as programs do. Returns the exit statuses of the servers."""
+        """End the ranks like programs, and return the exit statuses of the servers."""
         for pipe in self._pipes:
             pipe.send((_end, ()))
         for process in (*self._processes, *self._servers):
@@ -112,7 +108,7 @@ class Launch(RankPool):
         return super().alive and all(process.is_alive() for process in self._servers)
 
     def close(self) -> None:
-        """Kill what was started."""
+        """Kill all processes."""
         super().close()
         for process in self._servers:
             process.kill()
@@ -135,7 +131,7 @@ def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
 
     def note(self: History, plan: MicroBatchPlan) -> None:
         seconds = plan.estimated_after
-        # Of one node: servers come last.
+        # Servers are the last ranks of the node.
         computed.append((seconds[dist.get_world_size() :].sum(), seconds.sum()))
         planned(self, plan)
 
@@ -157,8 +153,8 @@ def unpooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
 
 
 def _join(size: int, servers: int, port: int, rank: int) -> None:
-    """Be a process of a launch of one node, as torchrun starts it: a rank that trains, or a server,
-    which does not return.
+    """Become a process that torchrun would start: a rank that trains, or a server, which does not
+    return.
     """
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
@@ -185,12 +181,12 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
     os.dup2(log, 1)
     os.dup2(log, 2)
 
-    def here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def run_here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         exec(arguments[-1], {})
 
     class Answering(pool_server.Server):
-        """A server that says what it did, when it has nothing to do."""
+        """A server that reports when it is idle."""
 
         def run(self, connection: JsonLineConnection) -> NoReturn:
             Thread(target=_answer, args=(self, connection, asked, steps), daemon=True).start()
@@ -205,8 +201,8 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
 
     steps: dict[str, Any] = {"told": Counter(), "waits": False}
 
-    with ExitStack() as stack:  # an import of torch takes seconds, which a fork does not pay
-        stack.enter_context(patch.object(os, "execve", here))
+    with ExitStack() as stack:  # a fork saves the import of torch, which takes seconds
+        stack.enter_context(patch.object(os, "execve", run_here))
         stack.enter_context(patch.object(pool_server, "Server", Answering))
         join(rank)
 

@@ -21,11 +21,11 @@ import trains_with_servers
 import forks
 from hf_distca.tools.run import Options, begin
 
-LIMIT = 60.0  # seconds; what lasts longer hangs
+LIMIT = 60.0  # seconds, after which a process counts as stuck
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens at."""
+def find_free_ports(count: int) -> list[int]:
+    """Find ports of this host at which no process listens."""
     sockets = [create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [listening.getsockname()[1] for listening in sockets]
     for listening in sockets:
@@ -34,9 +34,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Started:
-    """A process, what it writes, and the seconds since the epoch of what befell it: signals and
-    faults, and its end.
-    """
+    """A process, its output, and the times of its faults and end, in seconds since the epoch."""
 
     def __init__(
         self, folder: Path, name: str, function: Callable[..., object], *args: Any, **changes: str
@@ -46,7 +44,7 @@ class Started:
         self._signals: list[float] = []
         self.end = 0.0
         self._process: ForkServerProcess = forks.start(
-            _in_a_group, self._file, function, args, daemon=False, **changes
+            _run_in_group, self._file, function, args, daemon=False, **changes
         )
 
     @property
@@ -71,11 +69,11 @@ class Started:
         self._signals.append(time.time())
         os.kill(self._process.pid, number)
 
-    def status(self, seconds: float = LIMIT) -> int:
-        """Its exit status, once it has ended."""
+    def join(self, seconds: float = LIMIT) -> int:
+        """Wait for the end of the process, and return its exit status."""
         self._process.join(seconds)
         if self._process.exitcode is None:
-            self.send(signal.SIGUSR1)  # says where it hangs
+            self.send(signal.SIGUSR1)  # prints where the process hangs
             self._process.join(1.0)
             raise AssertionError(f"{self.name} still runs after {seconds:g} s:\n{self.output}")
         self.end = self.end or time.time()
@@ -90,12 +88,12 @@ class Started:
 
 
 class Forks:
-    """Starts the forks of one launch of one node, all of which are killed in the end."""
+    """The processes of one launch on one node."""
 
     def __init__(self, folder: Path, trainers: int = 2, servers: int = 1) -> None:
         self.folder, self.started = folder, list[Started]()
         self._trainers, self._servers = trainers, servers
-        (self._port,) = free_ports(1)
+        (self._port,) = find_free_ports(1)
 
     def start(self, name: str, function: Callable[..., object], *args: Any, rank: int) -> Started:
         size = str(self._trainers + self._servers)
@@ -114,18 +112,16 @@ class Forks:
         self.started.append(started)
         return started
 
-    def server(
+    def start_server(
         self, *, version: str | None = None, stuck_in: str | None = None, **options: Any
     ) -> Started:
-        """The last process, of another version if one is given. A step may be named that never
-        ends.
-        """
+        """Start the server: with another version, or with a step that never ends, if given."""
         given = Options(servers=self._servers, **options)
         rank = self._trainers + self._servers - 1
         return self.start("server", _serve, given, version, stuck_in, rank=rank)
 
-    def trainers(self, *train: Any, **options: Any) -> list[Started]:
-        """Ranks that train; `train` is for `trains_with_servers.main`."""
+    def start_trainers(self, *train: Any, **options: Any) -> list[Started]:
+        """Start the ranks that train, with arguments of `trains_with_servers.main`."""
         given = Options(summary=False, servers=self._servers, **options)
         return [
             self.start(f"rank{rank}", _train, given, train, rank=rank)
@@ -134,14 +130,14 @@ class Forks:
 
     @property
     def seconds_to_end(self) -> float | None:
-        """From the first fault until the last process had ended, of those whose end was awaited."""
+        """Seconds from the first fault to the last end that a test waited for."""
         faults = [seconds for process in self.started for seconds in process.faults]
         return max(process.end for process in self.started) - min(faults) if faults else None
 
 
 @contextmanager
-def killed_in_the_end(folder: Path, trainers: int = 2, servers: int = 1) -> Iterator[Forks]:
-    """A launch whose output is in a folder."""
+def kill_at_end(folder: Path, trainers: int = 2, servers: int = 1) -> Iterator[Forks]:
+    """Make a launch with output in a folder, and kill all processes at the end."""
     running = Forks(folder, trainers, servers)
     try:
         yield running
@@ -150,9 +146,9 @@ def killed_in_the_end(folder: Path, trainers: int = 2, servers: int = 1) -> Iter
             process.kill()
 
 
-def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+def _run_in_group(output: Path, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
-    # A shell's background jobs ignore it, and so do their children.
+    # Background jobs of a shell and their children ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -164,7 +160,7 @@ def _in_a_group(output: Path, function: Callable[..., object], args: tuple[Any, 
 def _serve(options: Options, version: str | None, stuck_in: str | None) -> None:
     from hf_distca.pool import meeting, server
 
-    def here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def run_here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
         os.environ.update(environment)
         exec(arguments[-1], {})
 
@@ -173,7 +169,7 @@ def _serve(options: Options, version: str | None, stuck_in: str | None) -> None:
     if stuck_in is not None:
         patch.dict(server.STEPS, {stuck_in: lambda *_, **__: time.sleep(10**6)}).start()
         patch.object(server, "_LONGER_SECONDS", 1.0).start()
-    patch.object(os, "execve", here).start()  # an import of torch takes seconds
+    patch.object(os, "execve", run_here).start()  # saves the import of torch
     begin(options)
 
 

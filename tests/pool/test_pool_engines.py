@@ -1,6 +1,4 @@
-"""Engines train with servers as they do without: losses and gradient norms in float32, under the
-Trainer and loops.
-"""
+"""Engines have the same losses and gradient norms with servers as without servers."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ WAYS = [
     {"checkpointing": "non-reentrant", "accumulation": 2},
     {"checkpointing": "non-reentrant", "accumulation": 2, "ping_pong": True},
 ]
-HALVED = [  # of bfloat16
+HALVED = [  # in bfloat16
     Case("DDP, Trainer", ping_pong=True),
     Case("FSDP2, fully_shard", "non-reentrant", precision="mixed", accumulation=2),
 ]
@@ -41,13 +39,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Launches:
-    """One launch at a time; DeepSpeed, which patches torch, has its own."""
+    """Keeps one launch; DeepSpeed has its own, because it patches torch."""
 
     def __init__(self) -> None:
         self._launch: Launch | None = None
         self._kind: object = None
 
-    def of(self, case: Case, servers: int) -> Launch:
+    def get(self, case: Case, servers: int) -> Launch:
         kind = case.engine.startswith("ZeRO"), case.ranks, servers
         if self._launch is None or not self._launch.alive or kind != self._kind:
             self.close()
@@ -67,7 +65,7 @@ def launches() -> Iterator[Launches]:
 
 
 def check(launches: Launches, case: Case, servers: int) -> None:
-    launch = launches.of(case, servers)
+    launch = launches.get(case, servers)
     theirs = launch(unpooled, train, case, "distca", timeout=TIMEOUT)
     ours = launch(pooled, train, case, "distca", timeout=TIMEOUT)
     tolerance = 1e-6 if case.precision == "float32" else 1e-3
@@ -80,10 +78,10 @@ def check(launches: Launches, case: Case, servers: int) -> None:
         assert here.value.gathers == there.value.gathers
     told, calls = ours[0].told, case.calls * (1 if case.checkpointing != "off" else 2)
     assert [told[step] for step in ("begin", "serve", "finish")] == [calls] * 3, (
-        "recomputes are not told"
+        "recomputes are no steps"
     )
     assert ours[0].share > 0.1
-    for server in launch.served():
+    for server in launch.ask_servers():
         assert server.steps == told
         assert server.kernel_calls >= calls
         assert server.kept["_UsedPlan"] <= 2 * case.accumulation * (2 if case.ping_pong else 1)
@@ -97,12 +95,12 @@ def check(launches: Launches, case: Case, servers: int) -> None:
 )
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_engines_with_servers(
+def test_engines_train_the_same_with_and_without_servers(
     launches: Launches, trainers: int, servers: int, engine: str, way: dict[str, object]
 ) -> None:
     check(launches, replace(Case(engine, precision="float32", ranks=trainers), **way), servers)
 
 
 @pytest.mark.parametrize("case", HALVED, ids=str)
-def test_bfloat16_with_servers(launches: Launches, case: Case) -> None:
+def test_bfloat16_training_is_the_same_with_servers(launches: Launches, case: Case) -> None:
     check(launches, case, 1)

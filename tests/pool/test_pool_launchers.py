@@ -1,6 +1,4 @@
-"""Pools of servers under real launchers and in real interpreters: who becomes what, and that
-nothing is left when one ends.
-"""
+"""Pools of servers under real launchers: the last processes serve, and none is left at the end."""
 
 from __future__ import annotations
 
@@ -16,26 +14,26 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from pool_forks import free_ports, killed_in_the_end
+from pool_forks import find_free_ports, kill_at_end
 
 from pages import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 
-LIMIT = 280.0  # seconds; real interpreters import for long
+LIMIT = 280.0  # seconds; imports of a new interpreter take long
 TESTS = Path(__file__).parents[1]
 STEPS = 6
 
 
 class Shell:
-    """Runs commands in a folder; whatever has that as its current folder in the end is killed."""
+    """Runs commands in a folder, and kills all processes that have it as current folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._started = folder, list[subprocess.Popen[bytes]]()
         shutil.copy(Path(__file__).with_name("trains_with_servers.py"), folder / "train.py")
 
     def start(self, command: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """A command, and the file of what it writes."""
+        """Start a command, and return the process and its output file."""
         file = self.folder / f"output-{len(self._started)}.txt"
         variables = {
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -93,17 +91,17 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture(scope="module")
 def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[float]]:
-    """Of rank 0, by how many ranks train."""
+    """List the losses of rank 0 without servers, by the number of ranks."""
     losses = {}
     for ranks in (1, 2):
-        with killed_in_the_end(tmp_path_factory.mktemp("alone"), ranks, 0) as running:
-            trainers = running.trainers(STEPS)
-            assert [trainer.status() for trainer in trainers] == [0] * ranks
-            losses[ranks] = losses_in(trainers[0].output)
+        with kill_at_end(tmp_path_factory.mktemp("alone"), ranks, 0) as running:
+            trainers = running.start_trainers(STEPS)
+            assert [trainer.join() for trainer in trainers] == [0] * ranks
+            losses[ranks] = read_losses(trainers[0].output)
     return losses
 
 
-def losses_in(output: str) -> list[float]:
+def read_losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"rank 0 step \d+ loss (\S+)", output)]
 
 
@@ -126,18 +124,18 @@ def losses_in(output: str) -> list[float]:
     ],
     ids=["torchrun", "module", "accelerate", "one trains", "one trains, and has the store"],
 )
-def test_the_last_process_of_a_launch_serves(
+def test_last_processes_of_a_launch_serve(
     launch: str, ranks: int, shell: Shell, losses_alone: dict[int, list[float]]
 ) -> None:
-    """Also where one process trains, for which scripts begin no process group."""
+    """With one process that trains, the script begins no process group."""
     shutil.copy(ROOT / "configs/accelerate/cpu_2_processes.yaml", shell.folder / "cpu.yaml")
-    (port,) = free_ports(1)
+    (port,) = find_free_ports(1)
     launch = launch.replace("launch ", f"launch --main_process_port {port} ").replace(
         "--nproc", f"--master_port {port} --nproc"
     )
     status, output = shell.run(f"{launch} {STEPS}")
     assert status == 0, output
-    assert losses_in(output) == pytest.approx(losses_alone[ranks], rel=1e-6)
+    assert read_losses(output) == pytest.approx(losses_alone[ranks], rel=1e-6)
     assert f"served 24 calls of attention in {STEPS} micro-batches" in output
     assert f"rank {ranks} step" not in output
     assert not shell.left
@@ -156,7 +154,9 @@ def test_the_last_process_of_a_launch_serves(
         ),
     ],
 )
-def test_servers_that_nobody_could_be(launch: str, text: str, shell: Shell) -> None:
+def test_servers_without_training_ranks_or_launcher_are_refused(
+    launch: str, text: str, shell: Shell
+) -> None:
     status, output = shell.run(launch)
     assert status != 0
     assert text in output
@@ -165,8 +165,8 @@ def test_servers_that_nobody_could_be(launch: str, text: str, shell: Shell) -> N
 
 
 @pytest.mark.parametrize("fault", ["server", "launcher", "raises:1"])
-def test_a_launch_that_ends_early_leaves_nothing(fault: str, shell: Shell) -> None:
-    (port,) = free_ports(1)
+def test_launch_that_ends_early_leaves_no_processes(fault: str, shell: Shell) -> None:
+    (port,) = find_free_ports(1)
     launch = (
         f"hf-distca run --servers 1 torchrun --nproc_per_node 3 --master_port {port} train.py"
         " 1000000 "

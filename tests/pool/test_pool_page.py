@@ -1,4 +1,4 @@
-"""The commands of the page on pools, as a user types them."""
+"""The doctor command on the page about pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_example import run_program
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_the_doctor_tries_a_pool(tmp_path: Path) -> None:
+def test_doctor_checks_a_pool(tmp_path: Path) -> None:
     command = words_of(
         "hf-distca run --servers 1 torchrun --nproc_per_node 3 -m hf_distca.tools.cli doctor"
     )

@@ -1,4 +1,4 @@
-"""The port of a server: it lets in who knows its token, and nobody keeps it from others."""
+"""The port of a server accepts clients with the token, and other clients cannot block it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Port = tuple[tuple[str, int], Future[Any]]
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
-    """The address of a server with a token, and what it accepts."""
+    """Give the address of a server, and the future of the connection that it accepts."""
     monkeypatch.setattr(door, "_HANDSHAKE_SECONDS", SECONDS)
     with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(door.accept, listening, TOKEN, 5.0)
@@ -37,7 +37,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
 
 
 def connect(port: Port) -> None:
-    """As rank 0 does. The server accepts it."""
+    """Connect like rank 0, and check that the server accepts the connection."""
     address, accepted = port
     began = time.monotonic()
     connection = connect_server("a server", address, TOKEN, 5.0)
@@ -59,10 +59,8 @@ def test_a_client_without_the_token_is_refused_at_once(port: Port, told: object)
 
 
 @pytest.mark.parametrize(("strangers", "greeting"), [(8, b""), (8, b'["token"'), (600, b"")])
-def test_strangers_that_say_nothing_keep_nobody(
-    port: Port, strangers: int, greeting: bytes
-) -> None:
-    """Be they few, in the middle of a message, or more than a server listens to."""
+def test_silent_clients_do_not_block_rank_0(port: Port, strangers: int, greeting: bytes) -> None:
+    """The clients are few, in the middle of a message, or more than the server listens to."""
     address, _ = port
     with ExitStack() as connected:
         for _ in range(strangers):
@@ -71,16 +69,15 @@ def test_strangers_that_say_nothing_keep_nobody(
         connect(port)
 
 
-def test_a_server_ends_if_no_rank_comes() -> None:
+def test_accept_returns_none_if_no_rank_connects() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert door.accept(listening, TOKEN, 0.01) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # there are threads
-def test_the_end_of_a_fork_is_not_told_to_servers(
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the test has threads
+def test_end_of_a_forked_process_does_not_end_servers(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 goes on: its servers hear nothing when a process ends that it forked."""
     address, accepted = port
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)
@@ -107,10 +104,10 @@ def send_bytes(client: socket.socket, parts: Iterator[bytes], pause: float) -> N
 
 
 @pytest.mark.parametrize(("part", "pause"), [(b"x" * 4096, 0.0), (b"1", 0.05)])
-def test_a_client_that_never_ends_a_message_keeps_nobody(
+def test_client_with_an_endless_message_does_not_block_rank_0(
     port: Port, part: bytes, pause: float
 ) -> None:
-    """Be it fast or slow: a message is bounded in bytes and in seconds, both in all."""
+    """A message is bounded in total bytes and in total seconds."""
     address, _ = port
     with socket.create_connection(address) as client:
         sender = threading.Thread(target=send_bytes, args=(client, repeat(part), pause))
@@ -121,7 +118,7 @@ def test_a_client_that_never_ends_a_message_keeps_nobody(
 
 
 def test_a_second_process_group_is_refused() -> None:
-    """Its servers ended with the first one."""
+    """The servers ended with the first process group."""
     observer = PoolObserver(1, 1)
     observer.group = Mock(monitor=object(), has_left=True)
     with pytest.raises(ConfigError, match="first process group of a run"):

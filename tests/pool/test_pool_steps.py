@@ -1,6 +1,4 @@
-"""What servers are told and what they keep: nothing of what does not concern them, and nothing of
-what is over.
-"""
+"""Servers receive only the steps that they need, and keep nothing of past sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from unittest.mock import patch
 import datasets
 import pytest
 import torch
-from exact_training import LAYERS, drawn, loss_of, model_for
+from exact_training import LAYERS, build_model, compute_loss, draw_batch
 from launches import Launch, pooled, unpooled
 from tiny import build
 
@@ -27,117 +25,117 @@ ATTENTION = ("begin", "serve", "finish")
 
 
 def step(model: Any, rank: int, number: int = 0) -> float:
-    loss = loss_of(model, drawn(rank, number))
+    loss = compute_loss(model, draw_batch(rank, number))
     loss.backward()
     return loss.item()
 
 
-def nothing_to_serve(rank: int, what: str) -> None:
+def work_alone(rank: int, what: str) -> None:
     hf_distca.configure(settings())
-    model = model_for("full")
+    model = build_model("full")
     step(model, rank)
-    with patch.object(PoolObserver, "announce", side_effect=AssertionError("servers are told")):
+    with patch.object(PoolObserver, "announce", side_effect=AssertionError("servers got a step")):
         if what == "evaluation" and rank == 0:
             with torch.no_grad():
-                loss_of(model.eval(), drawn(rank, 1))
+                compute_loss(model.eval(), draw_batch(rank, 1))
         elif what == "generate" and rank == 0:
             model.generate(torch.tensor([[1, 5, 9, 3, 11, 4]]), max_new_tokens=3, do_sample=False)
     step(model.train(), rank)
 
 
 @pytest.mark.parametrize("what", ["evaluation", "generate"])
-def test_what_rank_0_does_alone_is_not_told(
+def test_servers_get_no_steps_of_work_on_rank_0_alone(
     launch: Callable[[int, int], Launch], what: str
 ) -> None:
-    ours = launch(2, 1)(pooled, nothing_to_serve, what)
+    ours = launch(2, 1)(pooled, work_alone, what)
     assert ours[0].told["begin"] == 2 * 2 * LAYERS
 
 
-def nothing_moves(rank: int, how: str) -> None:
+def train_unmoved(rank: int, how: str) -> None:
     hf_distca.configure(settings(min_gain=0.9 if how == "too little gain" else 0.0))
-    model = model_for("full")
+    model = build_model("full")
     with balancing(how != "not balanced"):
         step(model, rank)
 
 
 @pytest.mark.parametrize("how", ["too little gain", "not balanced"])
-def test_layers_tell_nothing_where_nothing_moves(
+def test_servers_get_no_attention_steps_if_nothing_moves(
     launch: Callable[[int, int], Launch], how: str
 ) -> None:
-    told = launch(2, 1)(pooled, nothing_moves, how)[0].told
+    told = launch(2, 1)(pooled, train_unmoved, how)[0].told
     assert told["make_layer_plan"] == 1
     assert not any(told[step] for step in ATTENTION)
 
 
-def sessions_in_turn(rank: int) -> list[float]:
-    """Settings of a callback in place of those of the process, and back, while something of both is
-    still there.
-    """
-    model, losses, kept = model_for("full"), list[float](), list[torch.Tensor]()
+def alternate_sessions(rank: int) -> list[float]:
+    """Train with alternating settings while graphs of the last session still exist."""
+    model, losses, kept = build_model("full"), list[float](), list[torch.Tensor]()
     hf_distca.configure(settings())
     for number, config in enumerate(
         (None, settings(ping_pong=True), None, settings(ping_pong=True, tile=16), None)
     ):
         use_session(config)
         for micro_batch in range(2):
-            loss = loss_of(model, drawn(rank, 2 * number + micro_batch))
+            loss = compute_loss(model, draw_batch(rank, 2 * number + micro_batch))
             loss.backward(retain_graph=True)
             losses.append(loss.item())
             kept.append(loss)
-        del kept[:2]  # of the session before
+        del kept[:2]  # of the previous session
         gc.collect()
     return losses
 
 
-def test_sessions_in_turn(launch: Callable[[int, int], Launch]) -> None:
+def test_alternating_sessions_have_the_losses_without_servers(
+    launch: Callable[[int, int], Launch],
+) -> None:
     started = launch(2, 1)
-    theirs, ours = started(unpooled, sessions_in_turn), started(pooled, sessions_in_turn)
+    theirs, ours = started(unpooled, alternate_sessions), started(pooled, alternate_sessions)
     for here, there in zip(ours, theirs, strict=True):
         assert here.value == pytest.approx(there.value, rel=1e-12)
     assert ours[0].told["begin"] == 2 * LAYERS * (3 * 2 + 2 * 2 * 2)
 
 
-def backward_in_another_session(rank: int) -> list[torch.Tensor]:
+def run_late_backward(rank: int) -> list[torch.Tensor]:
     hf_distca.configure(settings())
-    model = model_for("full")
-    loss = loss_of(model, drawn(rank, 0))
+    model = build_model("full")
+    loss = compute_loss(model, draw_batch(rank, 0))
     hf_distca.configure(settings(tile=16))
     step(model, rank, 1)
     loss.backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
-def test_a_backward_after_new_settings(launch: Callable[[int, int], Launch]) -> None:
+def test_backward_after_new_settings_has_the_same_gradients(
+    launch: Callable[[int, int], Launch],
+) -> None:
     started = launch(2, 1)
     theirs, ours = (
-        started(unpooled, backward_in_another_session),
-        started(pooled, backward_in_another_session),
+        started(unpooled, run_late_backward),
+        started(pooled, run_late_backward),
     )
     for here, there in zip(ours, theirs, strict=True):
         torch.testing.assert_close(here.value, there.value, rtol=1e-12, atol=1e-14)
 
 
-def corrected(rank: int) -> tuple[list[float], bool]:
-    """Rates are corrected by what all ranks measure."""
+def learn_costs(rank: int) -> tuple[list[float], bool]:
+    """Train with costs that measurements of all ranks correct."""
     hf_distca.configure(settings(cost_model="analytic"))
-    model = model_for("full")
+    model = build_model("full")
     losses = [step(model, rank, number) for number in range(4)]
     return losses, bool(hf_distca.metrics(gather=True).figures()["distca/imbalance_measured_after"])
 
 
-def test_costs_are_corrected(launch: Callable[[int, int], Launch]) -> None:
+def test_costs_learned_with_servers_change_no_losses(launch: Callable[[int, int], Launch]) -> None:
     started = launch(2, 1)
-    theirs, ours = started(unpooled, corrected), started(pooled, corrected)
+    theirs, ours = started(unpooled, learn_costs), started(pooled, learn_costs)
     for here, there in zip(ours, theirs, strict=True):
         assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
         assert here.value[1]
     assert ours[0].told["gather_measurements"] == 1
 
 
-def run_states(rank: int) -> list[int]:
-    """How often the group of those that train was looked for, in each micro-batch of a hybrid
-    model.
-    """
+def count_lookups(rank: int) -> list[int]:
+    """Count the lookups of the training group in each micro-batch of a hybrid model."""
     hf_distca.configure(settings())
     model = build("nemotron_h", "distca", torch.float64)
     data = datasets.Dataset.from_dict({"input_ids": documents(150, 20, 90, 33, 60, 31)})
@@ -150,23 +148,24 @@ def run_states(rank: int) -> list[int]:
         with patch.object(
             AttentionGroup, "find_or_create", side_effect=AttentionGroup.find_or_create
         ) as made:
-            loss_of(model, batch).backward()
+            compute_loss(model, batch).backward()
         counts.append(made.call_count)
     return counts
 
 
-def test_ranks_that_train_look_for_their_group_once(launch: Callable[[int, int], Launch]) -> None:
-    for trained in launch(2, 1)(pooled, run_states):
+def test_training_group_of_a_hybrid_model_is_looked_up_once(
+    launch: Callable[[int, int], Launch],
+) -> None:
+    for trained in launch(2, 1)(pooled, count_lookups):
         assert trained.value == [1, 0, 0]
 
 
-def test_servers_end_with_the_trainers_and_report() -> None:
-    """Servers end with the ranks that train and say what they did."""
+def test_servers_end_with_the_training_ranks_and_report() -> None:
     started = Launch(2, 1)
     try:
-        told, *_ = (trained.told for trained in started(pooled, sessions_in_turn))
+        told, *_ = (trained.told for trained in started(pooled, alternate_sessions))
         assert started.end() == [0]
-        (said,) = started.said()
+        (said,) = started.read_outputs()
     finally:
         started.close()
     assert "is rank 2 of 3, and serves the 2 that train" in said

@@ -1,4 +1,4 @@
-"""With servers a Trainer has the world, data, checkpoints and losses that it has without them."""
+"""A Trainer has the same world, data, checkpoints and losses with and without servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLDS = [(2, 1), *(pytest.param(*world, marks=pytest.mark.slow) for world in ((
 
 
 class Noted(torch.utils.data.Dataset):
-    """Rows, and which of them were read on this rank."""
+    """A data set that records the rows that this rank reads."""
 
     def __init__(self, count: int) -> None:
         self.rows, self.read = rows(count), list[int]()
@@ -51,21 +51,19 @@ class GenerateOnRankZero(TrainerCallback):
 
 
 def make_trainer(*args: Any, **changes: Any) -> Trainer:
-    """With so large an epsilon, Adam does not make large steps of small gradients, and of their
-    rounding.
-    """
+    """Make a Trainer with a large epsilon, so that Adam does not amplify rounded gradients."""
     return tiny_trainer("distca", *args, adam_epsilon=1e-2, bf16=False, **changes)
 
 
-def same(ours: list[Trained], theirs: list[Trained]) -> None:
-    """Losses and norms of gradients are."""
+def check_losses(ours: list[Trained], theirs: list[Trained]) -> None:
+    """Check that losses and gradient norms are equal, and that servers computed."""
     for here, there in zip(ours, theirs, strict=True):
         assert here.value["losses"] == pytest.approx(there.value["losses"], rel=2e-6)
     assert ours[0].told["begin"] > 0
     assert ours[0].share > 0.05
 
 
-def saved(rank: int, folder: str) -> dict[str, Any]:
+def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     data = Noted(12)
     trainer = make_trainer(data, folder=folder, max_steps=4, save_strategy="steps", save_steps=2)
     trainer.train()
@@ -87,14 +85,13 @@ def saved(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_worlds_samplers_checkpoints_equal_those_alone(
+def test_world_samplers_and_checkpoints_are_those_without_servers(
     launch: Callable[[int, int], Launch], tmp_path: Path, trainers: int, servers: int
 ) -> None:
-    """World, samplers and checkpoints are those without servers."""
     started = launch(trainers, servers)
-    theirs = started(unpooled, saved, str(tmp_path / "without"))
-    ours = started(pooled, saved, str(tmp_path / "with"))
-    same(ours, theirs)
+    theirs = started(unpooled, train_and_save, str(tmp_path / "without"))
+    ours = started(pooled, train_and_save, str(tmp_path / "with"))
+    check_losses(ours, theirs)
     for rank, (here, there) in enumerate(zip(ours, theirs, strict=True)):
         assert here.value["world"] == there.value["world"]
         assert here.value["world"][:2] == (trainers, rank)
@@ -114,7 +111,7 @@ def check_equal_files(ours: Path, theirs: Path) -> None:
         case ".safetensors":
             torch.testing.assert_close(load_file(ours), load_file(theirs), rtol=1e-6, atol=1e-7)
         case ".pt" | ".pth" if ours.name != "scheduler.pt":
-            pair = [_tensors(torch.load(path, weights_only=False)) for path in (ours, theirs)]
+            pair = [_to_tensors(torch.load(path, weights_only=False)) for path in (ours, theirs)]
             torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-7)
         case ".json" if ours.name == "trainer_state.json":
             states = [json.loads(path.read_text()) for path in (ours, theirs)]
@@ -126,13 +123,13 @@ def check_equal_files(ours: Path, theirs: Path) -> None:
             assert ours.is_dir()
 
 
-def _tensors(value: Any) -> Any:
-    """What can be compared of a saved state."""
+def _to_tensors(value: Any) -> Any:
+    """Convert a saved state to values that can be compared."""
     match value:
         case dict():
-            return {str(name): _tensors(inner) for name, inner in value.items()}
+            return {str(name): _to_tensors(inner) for name, inner in value.items()}
         case list() | tuple():
-            return [_tensors(inner) for inner in value]
+            return [_to_tensors(inner) for inner in value]
         case torch.Tensor() | np.ndarray():
             return torch.as_tensor(np.asarray(value))
         case bool() | int() | float():
@@ -140,7 +137,7 @@ def _tensors(value: Any) -> Any:
     return str(value) and 0.0
 
 
-def evaluated(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str, Any]:
+def evaluate(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str, Any]:
     trainer = make_trainer(
         rows(8),
         eval_dataset=[*rows(4), {"documents": [[5, 6, 7], [8] * 30]}],  # 5 rows, of several lengths
@@ -155,18 +152,18 @@ def evaluated(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("balance_evaluation", in_turn([False, True], 4))
-def test_evaluation_between_steps(
+def test_evaluation_between_steps_changes_no_losses(
     launch: Callable[[int, int], Launch], balance_evaluation: bool
 ) -> None:
     started = launch(2, 1)
-    theirs, ours = (started(run, evaluated, balance_evaluation, True) for run in (unpooled, pooled))
-    same(ours, theirs)
+    theirs, ours = (started(run, evaluate, balance_evaluation, True) for run in (unpooled, pooled))
+    check_losses(ours, theirs)
     halves, layers, batches = 2, 2, 3 if balance_evaluation else 0
     assert ours[0].told["begin"] == halves * layers * (2 * 4 + 2 * batches)
 
 
-def one_after_another(rank: int) -> dict[str, Any]:
-    """A Trainer that trains twice, one with other settings, and one with those of the process."""
+def train_in_turn(rank: int) -> dict[str, Any]:
+    """Train twice with one Trainer, then with other settings, then with those of the process."""
     hf_distca.configure(settings())
     arguments: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
     first = make_trainer(rows(12), **arguments)
@@ -181,21 +178,21 @@ def one_after_another(rank: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1)])
-def test_trainers_one_after_another(
+def test_consecutive_trainers_leave_few_plans_on_servers(
     launch: Callable[[int, int], Launch], trainers: int, servers: int
 ) -> None:
     started = launch(trainers, servers)
     theirs, ours = (
-        started(unpooled, one_after_another),
-        started(pooled, one_after_another),
+        started(unpooled, train_in_turn),
+        started(pooled, train_in_turn),
     )
-    same(ours, theirs)
-    (server, *_) = started.served()
+    check_losses(ours, theirs)
+    (server, *_) = started.ask_servers()
     assert server.kept["Call"] == 0
     assert server.kept["_UsedPlan"] + server.kept["MicroBatchPlan"] <= 4 * 2
 
 
-def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
+def deal(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
     data = datasets.Dataset.from_dict(
         {"input_ids": documents(200, 7, 1, 33, 90, 64, 12, 150, 5, 80)}
     )
@@ -217,27 +214,27 @@ def dealt(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1), (2, 2)])
-def test_dealt_documents_of_a_trainer(
+def test_trainer_with_dealt_documents_has_the_same_losses(
     launch: Callable[[int, int], Launch], trainers: int, servers: int, ping_pong: bool
 ) -> None:
     started = launch(trainers, servers)
-    theirs, ours = (started(run, dealt, ping_pong, 0) for run in (unpooled, pooled))
-    same(ours, theirs)
-    assert all(server.kernel_calls > 0 for server in started.served())
+    theirs, ours = (started(run, deal, ping_pong, 0) for run in (unpooled, pooled))
+    check_losses(ours, theirs)
+    assert all(server.kernel_calls > 0 for server in started.ask_servers())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_dealt_documents_that_workers_plan() -> None:
-    started = Launch(2, 1, daemon=False)  # which have workers
+def test_shares_planned_by_loader_workers_give_the_same_losses() -> None:
+    started = Launch(2, 1, daemon=False)  # daemons cannot have workers
     try:
-        theirs, ours = (started(run, dealt, True, 1, timeout=250.0) for run in (unpooled, pooled))
-        same(ours, theirs)
+        theirs, ours = (started(run, deal, True, 1, timeout=250.0) for run in (unpooled, pooled))
+        check_losses(ours, theirs)
     finally:
         started.close()
 
 
-def hybrid(rank: int, case: Hybrid) -> dict[str, Any]:
+def train_case(rank: int, case: Hybrid) -> dict[str, Any]:
     run = train_hybrid(rank, case)
     return {
         "losses": run.losses,
@@ -258,12 +255,12 @@ def hybrid(rank: int, case: Hybrid) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_dealt_documents_of_a_hybrid_model(
+def test_hybrid_model_with_dealt_documents_has_the_same_weights(
     launch: Callable[[int, int], Launch], case: Hybrid, servers: int
 ) -> None:
     started = launch(case.ranks, servers)
-    theirs, ours = (started(run, hybrid, case, timeout=200.0) for run in (unpooled, pooled))
-    same(ours, theirs)
+    theirs, ours = (started(run, train_case, case, timeout=200.0) for run in (unpooled, pooled))
+    check_losses(ours, theirs)
     for here, there in zip(ours, theirs, strict=True):
         torch.testing.assert_close(
             here.value["weights"], there.value["weights"], rtol=1e-5, atol=1e-7

@@ -1,6 +1,4 @@
-"""Training with servers computes what the ranks that train compute alone, and servers do a part of
-it.
-"""
+"""Training with servers has the results of training without, and servers do a part of it."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ WORLDS = [(2, 1), (3, 1), (2, 2)]
 
 
 def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
-    """Train a case with servers and without. Returns what was seen with servers."""
+    """Train a case with and without servers, and return the results with servers."""
     theirs = launch(unpooled, train, case)
-    ours, served = launch(pooled, train, case), launch.served()
+    ours, served = launch(pooled, train, case), launch.ask_servers()
     close = {"rtol": 1e-12, "atol": 1e-14}
     for here, there in zip(ours, theirs, strict=True):
         assert here.value.losses == pytest.approx(there.value.losses, rel=1e-12)
@@ -77,18 +75,18 @@ def test_losses_and_weights_are_those_without_servers(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*DEFAULT, *SLOW], ids=str)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_every_way_of_training(
+def test_every_case_has_the_losses_and_weights_without_servers(
     launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact
 ) -> None:
     check(launch(trainers, servers), case)
 
 
 def check(launch: Launch, case: Exact) -> None:
-    """Compare, and count that servers are told no more than they need to know."""
+    """Compare, and check that servers receive no unnecessary steps."""
     ours, _ = compare(launch, case)
     evaluated = case.steps * (
         case.evaluated == "together" and case.changes.get("balance_evaluation", False)
     )
-    # Forward and backward, whatever is recomputed.
+    # Forward and backward; recomputes add no calls.
     calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)
     assert [ours[0].told[step] for step in ("begin", "serve", "finish")] == [calls] * 3

@@ -1,6 +1,4 @@
-"""What arrives over a connection is bounded in time and size, and names nothing but what is
-known.
-"""
+"""Messages are bounded in time and size, and can name only known dtypes, settings and steps."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def connected() -> Iterator[tuple[JsonLineConnection, socket.socket]]:
         connection.close()
 
 
-def test_a_message_that_trickles_in_keeps_nobody(
+def test_slow_message_times_out_and_is_kept(
     connected: tuple[JsonLineConnection, socket.socket],
 ) -> None:
     connection, client = connected
@@ -53,10 +51,10 @@ def test_a_message_that_trickles_in_keeps_nobody(
     thread.join()
     assert time.monotonic() - began < 1.0
     client.sendall(b"2\n")
-    assert str(connection.receive(1.0)).endswith("12"), "what came before is not lost"
+    assert str(connection.receive(1.0)).endswith("12"), "bytes before the timeout are kept"
 
 
-def test_a_message_has_a_bound_where_one_is_set(
+def test_message_longer_than_the_limit_is_refused(
     connected: tuple[JsonLineConnection, socket.socket],
 ) -> None:
     connection, client = connected
@@ -78,13 +76,13 @@ def test_dtypes_of_attention_are_read(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["load", "int64", "__doc__", "no such thing"])
-def test_other_names_of_torch_are_not_read(name: str) -> None:
+def test_names_that_are_no_dtypes_of_attention_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="attention computes in float64"):
         read_dtype(name)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "costs.json", ["analytic"], 1])
-def test_settings_name_no_files_of_a_server(name: object, tmp_path: Path) -> None:
+def test_settings_with_a_file_as_cost_model_are_refused(name: object, tmp_path: Path) -> None:
     file, cost = tmp_path / "mine.json", CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 4))
     file.write_text(cost.to_json())
     told = json.loads(json.dumps(asdict(DistCAConfig(tile=8))))
@@ -95,6 +93,6 @@ def test_settings_name_no_files_of_a_server(name: object, tmp_path: Path) -> Non
             read_config({**told, "cost_model": other})
 
 
-def test_steps_are_those_of_a_table() -> None:
+def test_steps_of_a_server_are_the_joint_steps_and_its_own() -> None:
     own = {"end", "use_settings", "begin", "serve", "finish"}
     assert {name: getattr(Server, name) for name in JOINT_STEPS | own} == STEPS

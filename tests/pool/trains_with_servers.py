@@ -1,5 +1,5 @@
-"""A user's script that trains a tiny model: `train.py STEPS [FAULT]`, where FAULT befalls rank RANK
-in step 3, as in raises:1.
+"""A script that trains a tiny model: `train.py STEPS [FAULT]`. With the fault raises:1, rank 1
+raises an error in step 3.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ FAULT_STEP = 3
 
 
 def main(steps: int, fault: str = "", waits: float = 40.0, pause: float = 0.0) -> None:
-    """Train, and print the loss of each step. Ranks wait for each other for `waits` seconds, and
-    pause before they begin.
-    """
+    """Train, and print losses. Ranks begin after `pause` seconds and wait up to `waits` seconds."""
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=waits))
@@ -33,10 +31,10 @@ def main(steps: int, fault: str = "", waits: float = 40.0, pause: float = 0.0) -
     model: torch.nn.Module = tiny_llama("distca")
     model = DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    name, _, befallen = fault.partition(":")
+    name, _, failing_rank = fault.partition(":")
     for step in range(steps):
-        if step == FAULT_STEP and befallen == str(rank):
-            befall(name)
+        if step == FAULT_STEP and failing_rank == str(rank):
+            fail(name)
         lengths = (24, 24, 24, 24) if rank else (96,)
         loss = model(
             **hf_distca.PackingCollator()([{"documents": documents(*lengths, seed=step)}]),
@@ -49,8 +47,8 @@ def main(steps: int, fault: str = "", waits: float = 40.0, pause: float = 0.0) -
         print(f"rank {rank} step {step} loss {loss.item():.6f}\n", end="", flush=True)  # noqa: T201
 
 
-def befall(fault: str) -> None:
-    """What goes wrong on a rank that trains."""
+def fail(fault: str) -> None:
+    """Cause a fault on this rank."""
     print(f"fault {time.time()}\n", end="", flush=True)  # noqa: T201
     match fault:
         case "raises":

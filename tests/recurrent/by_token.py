@@ -1,6 +1,4 @@
-"""One document token by token, as the formulas say, in the dtype of the inputs: slow, to compare
-with.
-"""
+"""Recurrent layers over one document, token by token from the formulas: a slow reference."""
 
 from __future__ import annotations
 
@@ -12,12 +10,7 @@ from hf_distca.hybrids.state_space import ScanInputs
 
 
 def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) -> RuleOutputs:
-    """The outputs and the last state.
-
-    Args:
-        inputs: of the document.
-        state: (1, H, K, V) that it starts with; None for zeros.
-    """
+    """Compute outputs and the last state; `state` is the first one, (1, H, K, V), or zeros."""
     heads, width = inputs.value.shape[2], inputs.key.shape[3]
     query, key = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in inputs[:2])
     decay = inputs.decay.exp() if inputs.decay.dim() == 4 else inputs.decay.exp()[..., None]
@@ -33,12 +26,7 @@ def delta_rule_by_token(inputs: DeltaInputs, state: torch.Tensor | None = None) 
 
 
 def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> RuleOutputs:
-    """The outputs and the last state.
-
-    Args:
-        inputs: of the document.
-        state: (1, H, P, N) that it starts with; None for zeros.
-    """
+    """Compute outputs and the last state; `state` is the first one, (1, H, P, N), or zeros."""
     heads = inputs.x.shape[2]
     write, read = (
         tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (inputs.B, inputs.C)
@@ -54,7 +42,7 @@ def scan_by_token(inputs: ScanInputs, state: torch.Tensor | None = None) -> Rule
 
 
 def convolution_by_token(x_BCT: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
-    """(B, C, T)."""
+    """Compute the causal convolution, (B, C, T)."""
     width = weight_CW.shape[1]
     padded = torch.nn.functional.pad(x_BCT, (width - 1, 0))
     return torch.stack(

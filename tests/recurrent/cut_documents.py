@@ -1,6 +1,4 @@
-"""Layers over documents that are cut in any way, against the same layers token by token on whole
-documents in float64.
-"""
+"""Layers over documents that are cut anywhere, and the float64 reference on whole documents."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ KINDS = ("delta rule", "delta rule by channel", "mamba2", "convolution")
 GROUPS, HEADS, KEY, VALUE, WIDTH = 2, 4, 6, 5, 4
 
 
-def tokens_of(kind: str, document: int, length: int) -> Tensors:
-    """What a layer gets for a document, (length, ...) in float64, and the gradient of its
-    output.
-    """
+def draw_tokens(kind: str, document: int, length: int) -> Tensors:
+    """Draw a layer's inputs for a document, (length, ...) in float64, and its output's gradient."""
     generator = torch.Generator().manual_seed(document)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -42,7 +38,7 @@ def tokens_of(kind: str, document: int, length: int) -> Tensors:
     if kind == "convolution":
         return {"x": normal(HEADS), "gradient": normal(HEADS)}
     if kind == "mamba2":
-        # A memory of tens of tokens: a state that is lost is seen.
+        # States decay over tens of tokens, so a lost state shows.
         dt = softplus(normal(HEADS)) * 0.1
         small = {"B": normal(GROUPS, KEY), "C": normal(GROUPS, KEY)}
         return {"x": normal(HEADS, VALUE), "dt": dt, **small, "gradient": normal(HEADS, VALUE)}
@@ -57,8 +53,8 @@ def tokens_of(kind: str, document: int, length: int) -> Tensors:
     }
 
 
-def weights_of(kind: str) -> Tensors:
-    """What is the same for all tokens."""
+def make_weights(kind: str) -> Tensors:
+    """Make the weights, which all tokens share."""
     if kind == "convolution":
         return {
             "weight": torch.linspace(-1, 1, HEADS * WIDTH, dtype=torch.float64).view(HEADS, WIDTH)
@@ -66,8 +62,8 @@ def weights_of(kind: str) -> Tensors:
     return {"A": -torch.linspace(0.2, 1.0, HEADS, dtype=torch.float64)} if kind == "mamba2" else {}
 
 
-def whole_document(kind: str, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The output for a document, from what `tokens_of` and `weights_of` give, by its formula."""
+def compute_whole_document(kind: str, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compute the output for a document from its tokens and weights, by the formula."""
     if kind == "convolution":
         return convolution_by_token(given["x"].t()[None], given["weight"])[0].t()
     row = {
@@ -100,7 +96,7 @@ def cut_row(
     kernel: Callable[..., Any] | None = None,
     stored: LayerOutputs | None = None,
 ) -> torch.Tensor:
-    """The output for the tokens of a rank."""
+    """Compute the output for the tokens of a rank."""
     if kind == "convolution":
         weight = given["weight"]
 
@@ -124,10 +120,8 @@ def cut_row(
     )[0]
 
 
-class Ran(NamedTuple):
-    """What a layer gave for some tokens: its output and the gradients of its inputs by token, those
-    of weights, and figures.
-    """
+class Results(NamedTuple):
+    """Results of a layer: output and input gradients by token, weight gradients, and figures."""
 
     by_token: dict[str, np.ndarray]
     by_weight: dict[str, np.ndarray]
@@ -140,8 +134,8 @@ def run(
     layer: Callable[[Tensors], torch.Tensor],
     dtype: torch.dtype,
     meter: Meter,
-) -> Ran:
-    """Run a layer forward and backward, its inputs in this dtype."""
+) -> Results:
+    """Run a layer forward and backward, with inputs in `dtype`."""
     leaves = {
         name: tensor.to(dtype).requires_grad_()
         for name, tensor in given.items()
@@ -152,52 +146,48 @@ def run(
     arrays = {
         name: leaf.grad.double().numpy() for name, leaf in leaves.items() if leaf.grad is not None
     }
-    by_weight = {name: arrays.pop(name) for name in weights_of(kind)}
-    return Ran({"output": output.detach().double().numpy(), **arrays}, by_weight, meter)
+    by_weight = {name: arrays.pop(name) for name in make_weights(kind)}
+    return Results({"output": output.detach().double().numpy(), **arrays}, by_weight, meter)
 
 
-def expected(kind: str, layout: Layout) -> tuple[dict[int, Ran], dict[str, np.ndarray]]:
-    """Of whole documents in float64: each document's figures, and the gradients of weights over
-    all.
-    """
+def run_whole_documents(
+    kind: str, layout: Layout
+) -> tuple[dict[int, Results], dict[str, np.ndarray]]:
+    """Run whole documents in float64; return their results and the sums of weight gradients."""
     documents = {}
     for document in layout.documents.tolist():
         length = int(layout.end[layout.document == document].max())
-        given = tokens_of(kind, document, length) | weights_of(kind)
+        given = draw_tokens(kind, document, length) | make_weights(kind)
         documents[document] = run(
-            kind, given, lambda leaves: whole_document(kind, leaves), torch.float64, Meter()
+            kind, given, lambda leaves: compute_whole_document(kind, leaves), torch.float64, Meter()
         )
     return documents, {
-        name: sum(ran.by_weight[name] for ran in documents.values()) for name in weights_of(kind)
+        name: sum(ran.by_weight[name] for ran in documents.values()) for name in make_weights(kind)
     }
 
 
 def run_rank(
     kind: str, placement: Placement, group: AttentionGroup, dtype: torch.dtype, **options: Any
-) -> Ran:
-    """One rank's part of a layer, on documents that are placed as (document, start, length) a
-    rank.
-    """
+) -> Results:
+    """Run one rank's part of a layer; `placement` lists (document, start, length) by rank."""
     layout = Layout.from_segments(placement)
     meter = Meter()
     segments = Segments.from_layout(layout, group, meter)
     parts = []
     for document, start, length in placement[group.rank]:
-        whole = tokens_of(kind, document, int(layout.end[layout.document == document].max()))
+        whole = draw_tokens(kind, document, int(layout.end[layout.document == document].max()))
         parts.append({name: tensor[start : start + length] for name, tensor in whole.items()})
-    empty = {name: tensor[:0] for name, tensor in tokens_of(kind, 0, 1).items()}
+    empty = {name: tensor[:0] for name, tensor in draw_tokens(kind, 0, 1).items()}
     given = {
         name: torch.cat([part[name] for part in (empty, *parts)]) for name in empty
-    } | weights_of(kind)
+    } | make_weights(kind)
     return run(kind, given, lambda leaves: cut_row(kind, leaves, segments, **options), dtype, meter)
 
 
-def worst(kind: str, placement: Placement, ranks: Sequence[Ran]) -> dict[str, float]:
-    """By how much what ranks ran differs from whole documents, relative to the largest value (or
-    0.1, if it is smaller).
-    """
+def measure_errors(kind: str, placement: Placement, ranks: Sequence[Results]) -> dict[str, float]:
+    """Return differences from whole documents, relative to the largest value, at least 0.1."""
     layout = Layout.from_segments(placement)
-    documents, weights = expected(kind, layout)
+    documents, weights = run_whole_documents(kind, layout)
     differences: dict[str, float] = {}
     for name in next(iter(documents.values())).by_token:
         scale = max(0.1, *(float(np.abs(ran.by_token[name]).max()) for ran in documents.values()))
@@ -218,7 +208,7 @@ def worst(kind: str, placement: Placement, ranks: Sequence[Ran]) -> dict[str, fl
 
 @dataclass(eq=False)
 class ThreadChannel:
-    """Stands in for `Channel` where ranks are threads."""
+    """Stand in for `Channel` where ranks are threads."""
 
     world: ThreadWorld
     rank: int
@@ -235,7 +225,7 @@ class ThreadChannel:
         self.world.barrier.wait()
         boxes = dict(self.world.boxes)
         self.world.barrier.wait()
-        assert len({what for what, _ in boxes.values()}) == 1, "ranks exchange the same"
+        assert len({what for what, _ in boxes.values()}) == 1, "all ranks start the same exchange"
         arrived = [boxes[source][1][self.rank] for source in receive_bytes]
         assert [len(message) for message in arrived] == list(receive_bytes.values())
         received.copy_(torch.cat([received[:0], *arrived]))
@@ -261,10 +251,10 @@ class ThreadWorld:
         return AttentionGroup(tuple(range(self.size)), rank, channel if self.size > 1 else None)
 
     def run(self, work: Callable[[AttentionGroup], Any]) -> list[Any]:
-        """What the work of each rank returns."""
+        """Run `work` on all ranks; return their results in order."""
         results: dict[int, Any] = {}
 
-        def of_rank(rank: int) -> None:
+        def work_on_rank(rank: int) -> None:
             try:
                 results[rank] = work(self.group(rank))
             except BaseException as error:
@@ -272,7 +262,8 @@ class ThreadWorld:
                 results[rank] = error
 
         threads = [
-            threading.Thread(target=of_rank, args=(rank,), daemon=True) for rank in range(self.size)
+            threading.Thread(target=work_on_rank, args=(rank,), daemon=True)
+            for rank in range(self.size)
         ]
         for thread in threads:
             thread.start()

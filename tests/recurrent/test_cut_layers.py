@@ -1,6 +1,4 @@
-"""Recurrent layers over cut documents: outputs and all gradients are those of whole documents,
-token by token in float64.
-"""
+"""Recurrent layers over cut documents have the outputs and gradients of whole documents."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ import torch
 from cut_documents import (
     KINDS,
     Placement,
-    Ran,
+    Results,
     ThreadWorld,
     cut_row,
+    draw_tokens,
+    make_weights,
+    measure_errors,
     run_rank,
-    tokens_of,
-    weights_of,
-    worst,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,9 +37,9 @@ from hf_distca.schedule.layout import Layout
 from ranks import RankPools
 from turns import in_turn
 
-# Head and tail of documents on one rank, pieces of one token and shorter than the kernel of the
-# convolution, whole documents, neighbours that are one segment, one document back where it came
-# from, and a rank without tokens.
+# Both ends of a document on one rank, pieces of one token or shorter than the convolution's kernel,
+# whole documents, neighbours that form one segment, a document that returns to its rank, and a rank
+# without tokens.
 ODD = [
     [(0, 0, 20), (2, 0, 1), (4, 20, 1), (0, 40, 15)],
     [(1, 0, 7), (0, 20, 1), (0, 22, 18), (5, 2, 1), (5, 3, 1)],
@@ -51,22 +49,22 @@ ODD = [
 EXACT = {torch.float64: 1e-13, torch.float32: 3e-6}
 
 
-def threads(
+def run_threads(
     kind: str, placement: Placement, dtype: torch.dtype = torch.float64, **options: Any
-) -> list[Ran]:
+) -> list[Results]:
     return ThreadWorld(len(placement)).run(
         lambda group: run_rank(kind, placement, group, dtype, **options)
     )
 
 
-def assert_exact(kind: str, placement: Placement, ranks: list[Ran], dtype: torch.dtype) -> None:
-    differences = worst(kind, placement, ranks)
+def assert_exact(kind: str, placement: Placement, ranks: list[Results], dtype: torch.dtype) -> None:
+    differences = measure_errors(kind, placement, ranks)
     assert max(differences.values()) < EXACT[dtype], differences
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Documents cut anywhere, their segments on any ranks in any order."""
+    """Draw documents cut anywhere, with segments on any ranks in any order."""
     ranks: list[list[tuple[int, int, int]]] = [[] for _ in range(draw(st.integers(1, 4)))]
     segments = []
     for document, length in enumerate(draw(st.lists(st.integers(1, 24), max_size=4))):
@@ -79,41 +77,39 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @settings(max_examples=12, deadline=None)
 @given(placements(), st.sampled_from(KINDS))
-def test_documents_may_be_cut_anywhere(placement: Placement, kind: str) -> None:
+def test_documents_cut_anywhere_are_exact(placement: Placement, kind: str) -> None:
     if any(placement):
-        assert_exact(kind, placement, threads(kind, placement), torch.float64)
+        assert_exact(kind, placement, run_threads(kind, placement), torch.float64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_gets_gradients_and_sums_are_the_same_again(kind: str) -> None:
-    ranks, again = threads(kind, ODD, torch.float32), threads(kind, ODD, torch.float32)
+def test_every_rank_gets_bitwise_reproducible_gradients(kind: str) -> None:
+    ranks, again = run_threads(kind, ODD, torch.float32), run_threads(kind, ODD, torch.float32)
     assert_exact(kind, ODD, ranks, torch.float32)
     for one, other in zip(ranks, again, strict=True):
         arrays, others = one.by_token | one.by_weight, other.by_token | other.by_weight
-        assert set(arrays) == {"output", *tokens_of(kind, 0, 1), *weights_of(kind)} - {
+        assert set(arrays) == {"output", *draw_tokens(kind, 0, 1), *make_weights(kind)} - {
             "gradient"
-        }, "as on a rank with tokens"
+        }, "also on a rank without tokens"
         assert all(np.array_equal(arrays[name], others[name]) for name in arrays)
 
 
-def of_rank(
+def run_process(
     rank: int, kind: str, placement: Placement, dtype: torch.dtype, kernel: str | None = None
-) -> Ran:
+) -> Results:
     if rank >= len(placement):
-        return Ran({}, {}, Meter())
+        return Results({}, {}, Meter())
     group = (
         AttentionGroup.find_or_create(timeout_seconds=60)
         if len(placement) > 1
         else AttentionGroup()
     )
-    options = {} if kernel is None else {"kernel": transformers_kernel(kernel)}
+    options = {} if kernel is None else {"kernel": get_kernel(kernel)}
     return run_rank(kind, placement, group, dtype, **options)
 
 
-def transformers_kernel(kind: str) -> Callable[..., Any]:
-    """What models run without packages of kernels; chunks are short, so that segments have
-    several.
-    """
+def get_kernel(kind: str) -> Callable[..., Any]:
+    """Return the kernel that models use without kernel packages, with short chunks."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
@@ -126,8 +122,8 @@ def transformers_kernel(kind: str) -> Callable[..., Any]:
     return lambda *inputs, **options: kernel(*inputs, chunk_size=8, **options)
 
 
-def cut_over(ranks: int, seed: int) -> list[list[tuple[int, int, int]]]:
-    """Documents of some hundred tokens, cut head and tail or in order, over some of the ranks."""
+def place_documents(ranks: int, seed: int) -> list[list[tuple[int, int, int]]]:
+    """Place documents of some hundred tokens, cut in order or with both ends on one rank."""
     chance = random.Random(seed)
     placement: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for document in range(3):
@@ -142,69 +138,64 @@ def cut_over(ranks: int, seed: int) -> list[list[tuple[int, int, int]]]:
 
 
 @pytest.mark.parametrize(("kind", "ranks"), in_turn(itertools.product(KINDS, (1, 2, 3)), 4))
-def test_processes_with_the_kernels_of_transformers(
+def test_cut_documents_are_exact_with_kernels_of_transformers(
     rank_pool: RankPools, kind: str, ranks: int
 ) -> None:
-    """In float32, as transformers computes states: to its rounding, which the same kernels have on
-    whole documents.
-    """
+    """Transformers computes states in float32, so results are exact to its rounding."""
     kernel = None if kind == "convolution" else kind
     for seed in range(2):
-        placement = cut_over(ranks, seed)
-        found = rank_pool(ranks)(of_rank, kind, placement, torch.float32, kernel)
+        placement = place_documents(ranks, seed)
+        found = rank_pool(ranks)(run_process, kind, placement, torch.float32, kernel)
         assert_exact(kind, placement, found, torch.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_differs_as_it_does_on_whole_documents(kind: str) -> None:
-    placement = cut_over(3, 5)
+def test_bfloat16_errors_are_about_those_of_whole_documents(kind: str) -> None:
+    placement = place_documents(3, 5)
     lengths = np.bincount(
         [row[0] for rank in placement for row in rank],
         [row[2] for rank in placement for row in rank],
     )
     whole = [[(document, 0, int(length)) for document, length in enumerate(lengths)]]
-    options = {} if kind == "convolution" else {"kernel": transformers_kernel(kind)}
-    cut = worst(kind, placement, threads(kind, placement, torch.bfloat16, **options))
-    alone = worst(kind, whole, threads(kind, whole, torch.bfloat16, **options))
+    options = {} if kind == "convolution" else {"kernel": get_kernel(kind)}
+    cut = measure_errors(kind, placement, run_threads(kind, placement, torch.bfloat16, **options))
+    alone = measure_errors(kind, whole, run_threads(kind, whole, torch.bfloat16, **options))
     assert all(cut[name] < 1.5 * alone[name] + 1e-3 for name in cut), (cut, alone)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_on_one_rank_each_exchange_nothing(kind: str) -> None:
-    """Nothing is exchanged where no document lies on several ranks."""
+def test_nothing_is_exchanged_if_each_document_is_on_one_rank(kind: str) -> None:
     placement = [[(0, 0, 9), (1, 0, 5)], [(2, 0, 4), (3, 0, 9), (2, 4, 7)], []]
-    ranks = threads(kind, placement)
+    ranks = run_threads(kind, placement)
     assert_exact(kind, placement, ranks, torch.float64)
     assert [(ran.meter.state_exchanges, ran.meter.state_bytes) for ran in ranks] == [(0, 0)] * 3
 
 
-def bytes_sent(kind: str, placement: Placement) -> list[int]:
-    ranks = threads(kind, placement, torch.float32)
+def count_sent_bytes(kind: str, placement: Placement) -> list[int]:
+    ranks = run_threads(kind, placement, torch.float32)
     assert {ran.meter.state_exchanges for ran in ranks} == {2}, (
         "forward and backward, on every rank"
     )
     return [ran.meter.state_bytes // 2 for ran in ranks if ran.meter.state_bytes % 2 == 0]
 
 
-def test_bytes_are_those_of_the_summaries_that_a_rank_needs() -> None:
-    """A first segment has no transition, a last one no summary. Backward sends as much as forward,
-    the other way.
-    """
+def test_ranks_send_only_the_summaries_that_others_need() -> None:
+    """First segments send no transition, last ones no summary; backward sends as much in return."""
     in_order = [[(0, 0, 30)], [(0, 30, 30)], [(0, 60, 30)]]
     heads, key, value = 4, 6, 5
     bias, transition, decay = 4 * heads * key * value, 4 * heads * key * key, 4 * heads
     both_ways = [2 * bias, bias + transition, 0]  # sent in forward
     back = [0, bias, bias + bias + transition]
-    assert bytes_sent("delta rule", in_order) == [
+    assert count_sent_bytes("delta rule", in_order) == [
         (a + b) // 2 for a, b in zip(both_ways, back, strict=True)
     ]
     both_ways = [2 * bias, bias + decay, 0]
     back = [0, bias, bias + bias + decay]
-    assert bytes_sent("mamba2", in_order) == [
+    assert count_sent_bytes("mamba2", in_order) == [
         (a + b) // 2 for a, b in zip(both_ways, back, strict=True)
     ]
     rows = 4 * heads * 3
-    assert bytes_sent("convolution", in_order) == [rows // 2, rows, rows // 2]
+    assert count_sent_bytes("convolution", in_order) == [rows // 2, rows, rows // 2]
 
 
 @pytest.mark.parametrize(
@@ -216,10 +207,10 @@ def test_bytes_are_those_of_the_summaries_that_a_rank_needs() -> None:
         ("convolution", convolution, "_gather_halo"),
     ],
 )
-def test_a_state_that_is_lost_is_seen(
+def test_a_lost_state_causes_a_large_error(
     kind: str, room: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A control of the tests above: without what comes before a segment they fail by far."""
+    """Control of the tests above: without the states before segments, they fail by far."""
     real = getattr(room, name)
 
     def forgetful(*args: Any) -> Any:
@@ -231,11 +222,11 @@ def test_a_state_that_is_lost_is_seen(
         )
 
     monkeypatch.setattr(room, name, forgetful)
-    differences = worst(kind, ODD, threads(kind, ODD))
+    differences = measure_errors(kind, ODD, run_threads(kind, ODD))
     assert differences["output"] > 0.05, differences
 
 
-def test_a_transition_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_transition_causes_a_large_error(monkeypatch: pytest.MonkeyPatch) -> None:
     real = carryover.compute_starting_states
     monkeypatch.setattr(
         carryover,
@@ -243,12 +234,12 @@ def test_a_transition_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         lambda segments, carried, _: real(segments, carried, lambda _, state: state),
     )
     for kind in KINDS[:3]:
-        assert max(worst(kind, ODD, threads(kind, ODD)).values()) > 0.01
+        assert max(measure_errors(kind, ODD, run_threads(kind, ODD)).values()) > 0.01
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recompute_exchanges_nothing_if_what_came_was_kept(
+def test_a_recompute_exchanges_nothing_if_received_states_are_kept(
     kind: str, use_reentrant: bool
 ) -> None:
     def work(group: AttentionGroup, kept: bool) -> tuple[int, dict[str, torch.Tensor]]:
@@ -257,8 +248,8 @@ def test_a_recompute_exchanges_nothing_if_what_came_was_kept(
         count = segments.offsets[-1]
         leaves = {
             name: tensor.requires_grad_()
-            for name, tensor in tokens_of(kind, group.rank, count).items()
-        } | weights_of(kind)
+            for name, tensor in draw_tokens(kind, group.rank, count).items()
+        } | make_weights(kind)
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:
             stored = store.find_outputs(module, tensors) if kept else None
@@ -266,7 +257,7 @@ def test_a_recompute_exchanges_nothing_if_what_came_was_kept(
 
         output = checkpoint(layer, *leaves.values(), use_reentrant=use_reentrant)
         output.sum().backward()
-        assert not store.by_layer, "backward has dropped it"
+        assert not store.by_layer, "backward has dropped the kept outputs"
         return meter.state_exchanges, {
             name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None
         }
@@ -283,8 +274,8 @@ def test_a_recompute_exchanges_nothing_if_what_came_was_kept(
 
 
 @pytest.mark.parametrize("kind", ["delta rule", "mamba2"])
-def test_autocast_is_not_for_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast products would be in bfloat16, those of states among them."""
+def test_autocast_does_not_round_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast would compute products of states in bfloat16."""
     real = cut_documents.cut_row
 
     def under_autocast(*args: Any, **options: Any) -> torch.Tensor:
@@ -292,7 +283,7 @@ def test_autocast_is_not_for_states(kind: str, monkeypatch: pytest.MonkeyPatch) 
             return real(*args, **options)
 
     monkeypatch.setattr(cut_documents, "cut_row", under_autocast)
-    assert_exact(kind, ODD, threads(kind, ODD, torch.float32), torch.float32)
+    assert_exact(kind, ODD, run_threads(kind, ODD, torch.float32), torch.float32)
 
 
 def test_whole_documents_are_one_call_of_the_rule() -> None:
@@ -314,7 +305,7 @@ def test_whole_documents_are_one_call_of_the_rule() -> None:
     assert calls == [([4, 1, 4], None, False)]
 
 
-def test_segments_are_those_of_a_layout_that_is_split_by_heads() -> None:
+def test_splitting_a_layout_by_heads_keeps_its_segments() -> None:
     layout = Layout.from_segments(ODD)
     split = layout.split_heads(np.isin(layout.documents, [0, 4]), 2)
     for rank in range(4):
@@ -322,11 +313,11 @@ def test_segments_are_those_of_a_layout_that_is_split_by_heads() -> None:
         whole, parts = Segments.from_layout(layout, group), Segments.from_layout(split, group)
         assert (whole.here, whole.cut, whole.exchanges) == (parts.here, parts.cut, parts.exchanges)
     assert len(Segments.from_layout(layout, AttentionGroup((0, 1, 2, 3), 1)).here) == 4, (
-        "neighbours are one segment"
+        "neighbours form one segment"
     )
 
 
-def test_wrong_inputs_are_named() -> None:
+def test_layouts_and_inputs_of_wrong_sizes_are_refused() -> None:
     layout = Layout.from_segments([[(0, 0, 4)], [(0, 4, 4)]])
     with pytest.raises(LayoutError, match="layout has 2 ranks, and the group has 1"):
         Segments.from_layout(layout, AttentionGroup())
@@ -344,7 +335,7 @@ def test_wrong_inputs_are_named() -> None:
             )
 
 
-def one_stays_away(rank: int) -> str:
+def wait_alone(rank: int) -> str:
     group = AttentionGroup.create(timeout_seconds=2)
     if rank:
         return ""
@@ -353,10 +344,10 @@ def one_stays_away(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_ends_the_wait(rank_pool: RankPools) -> None:
+def test_a_missing_rank_causes_an_error_that_names_the_wait(rank_pool: RankPools) -> None:
     pool = rank_pool(2)
     try:
-        message = pool(one_stays_away, timeout=60)[0]
+        message = pool(wait_alone, timeout=60)[0]
         assert (
             "waiting for the states in forward of exchange 0 of recurrent layers in a micro-batch"
             in message

@@ -1,4 +1,4 @@
-"""Folders as runs leave them, made without a run."""
+"""Records of runs, written without a run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hf_distca.schedule.plan import Plan
 COST = CostModel.make_analytic(AttentionShape(8, 2, 64, 64, 2), device_type="cpu", tile=128)
 
 
-def plan_of(lengths: list[list[int]]) -> Plan:
+def make_plan(lengths: list[list[int]]) -> Plan:
     return balance(Layout.from_lengths(lengths), COST, DistCAConfig(min_gain=0.0))
 
 
 def documents(ranks: int, step: int) -> list[list[int]]:
-    """The last rank has one long document, the others many short ones; later steps are more
+    """Give the last rank one long document and the others many short ones. Later steps are more
     uneven.
     """
     short = 2 ** max(6, 11 - step)
@@ -42,7 +42,7 @@ def documents(ranks: int, step: int) -> list[list[int]]:
 
 
 def plan_row(step: int, ranks: int = 4) -> PlanRow:
-    plan = plan_of(documents(ranks, step))
+    plan = make_plan(documents(ranks, step))
     seconds = COST.estimate_seconds(plan.end - plan.start, plan.end, plan.heads)
     before, after = (
         np.bincount(side, seconds, minlength=ranks) for side in (plan.home, plan.server)

@@ -10,18 +10,17 @@ from cli_runs import check_one_line, run
 from pages import words_of
 
 
-def test_a_page_and_what_it_says(tmp_path: Path) -> None:
+def test_report_writes_a_page_and_prints_its_figures(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = run("report", write_record(tmp_path / "run", some_rows()), "--output", page)
     assert result.exit_code == 0, result.output
     *cards, last = result.stdout.splitlines()
-    assert [" -> " in card for card in cards] == [True, False, False], "the gain first"
+    assert [" -> " in card for card in cards] == [True, False, False], "the gain comes first"
     assert last == f"The page: {page}"
     assert page.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file is written."""
+def test_json_option_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_record(tmp_path / "run", some_rows())
     result = run("report", folder, "--step", 2, "--json")
@@ -33,7 +32,7 @@ def test_the_figures_behind_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_what_is_wrong_is_said_in_check_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_wrong_input_is_a_one_line_error(tmp_path: Path, options: tuple[str, ...]) -> None:
     check_one_line(
         run("report", tmp_path / "none", *options), "is not a folder with _distca_run.jsonl"
     )
@@ -43,10 +42,10 @@ def test_what_is_wrong_is_said_in_check_one_line(tmp_path: Path, options: tuple[
         run("report", folder, "--step", 9, *options), "Plans of these steps were kept: 1, 2, 3, 4."
     )
     (folder / "_distca_run.jsonl").write_text("{\n")
-    check_one_line(run("report", folder, *options), "does not tell how a training began")
+    check_one_line(run("report", folder, *options), "does not tell how the run began")
 
 
-def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_page_is_a_one_line_error(tmp_path: Path) -> None:
     folder = write_record(tmp_path / "run", some_rows())
     check_one_line(
         run("report", folder, "--output", tmp_path / "none" / "page.html"), "No such file"
@@ -66,7 +65,7 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
         (words_of("hf-distca report outputs/finetune_long_documents --json"), None),
     ],
 )
-def test_the_commands_of_the_pages(
+def test_report_commands_of_the_pages_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], page: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What the page says, by the figures behind it."""
+"""The figures that the page of a run shows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def figures(folder: Path, step: int | None = None) -> Figures:
     return collect(RunFolder.read(folder), step)
 
 
-def test_rows_are_read_as_they_were_written() -> None:
+def test_rows_of_a_record_are_read_as_written() -> None:
     for row in some_rows():
-        # Those are rounded.
+        # Plan and steps rows are rounded.
         assert read_row(write_row(row)) == row or isinstance(row, PlanRow | StepsRow)
         assert write_row(read_row(write_row(row)) or RUN) == write_row(row)
     assert read_row('{"row": "of a newer version"}') is None
 
 
-def test_sums_over_the_run(tmp_path: Path) -> None:
+def test_totals_are_sums_over_the_steps_of_the_run(tmp_path: Path) -> None:
     rows = [row for row in some_rows() if isinstance(row, StepsRow)]
     found = figures(write_record(tmp_path / "run", some_rows()))
     tally = sum((BalanceTotals(**row.tally) for row in rows), BalanceTotals())  # type: ignore[arg-type]
@@ -56,10 +56,8 @@ def test_sums_over_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 2])
-def test_the_pieces_of_a_plan(tmp_path: Path, step: int | None) -> None:
-    """Pieces add up to the tokens and seconds of ranks and documents; without a step, the most
-    uneven micro-batch is drawn.
-    """
+def test_pieces_of_a_plan_add_up_to_tokens_and_seconds(tmp_path: Path, step: int | None) -> None:
+    """Without a step, the plan is that of the most uneven micro-batch."""
     plan = figures(write_record(tmp_path, some_rows()), step).plan
     assert plan is not None
     assert plan.step == (step or 4)
@@ -78,7 +76,7 @@ def test_the_pieces_of_a_plan(tmp_path: Path, step: int | None) -> None:
 
 
 @pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.0, 1.0, 1.0], ["fast"] * 4])
-def test_speeds_that_are_none_are_refused(tmp_path: Path, speeds: list[Any]) -> None:
+def test_invalid_speeds_of_a_plan_are_refused(tmp_path: Path, speeds: list[Any]) -> None:
     row = plan_row(1)
     text = write_row(replace(row, parts=[replace(row.parts[0], speeds=[1.0] * 4)]))
     (tmp_path / RECORD_NAME).write_text(
@@ -98,7 +96,7 @@ def test_speeds_that_are_none_are_refused(tmp_path: Path, speeds: list[Any]) -> 
 
 
 def test_a_resumed_run_counts_steps_once(tmp_path: Path) -> None:
-    """Steps 3 and 4 ran, and ran again from a checkpoint of step 2."""
+    """Steps 3 and 4 ran, and ran again from the checkpoint of step 2."""
     again = [
         replace(RUN, step=2),
         *(row for step in (3, 4, 5) for row in (plan_row(step), steps_row(plan_row(step)))),
@@ -110,7 +108,7 @@ def test_a_resumed_run_counts_steps_once(tmp_path: Path) -> None:
     assert found.run["run"]["resumed after step"] == 2
 
 
-def test_what_training_ends_with_has_no_loss(tmp_path: Path) -> None:
+def test_steps_after_the_last_logged_loss_have_no_loss(tmp_path: Path) -> None:
     found = figures(
         write_record(tmp_path, [*some_rows(), replace(steps_row(plan_row(5)), loss=None)])
     )
@@ -118,14 +116,14 @@ def test_what_training_ends_with_has_no_loss(tmp_path: Path) -> None:
     assert ["loss" in row for row in found.steps] == [True] * 4 + [False]
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_incomplete_last_line_of_a_record_is_ignored(tmp_path: Path) -> None:
     record = write_record(tmp_path, some_rows()) / RECORD_NAME
     record.write_text(record.read_text()[:-40])
     assert [row["step"] for row in figures(tmp_path).steps] == [1, 2, 3]
 
 
-def test_lines_that_are_broken_are_left_out(tmp_path: Path) -> None:
-    """As of a training that was killed while it wrote one, and resumed; and the page says so."""
+def test_broken_lines_of_a_record_are_ignored_and_listed(tmp_path: Path) -> None:
+    """A training that was killed while it wrote a line, and then resumed, leaves such a line."""
     record = write_record(tmp_path, some_rows()) / RECORD_NAME
     lines = record.read_text().splitlines()
     again = [write_row(row) for row in (replace(RUN, step=3), *some_rows()[-2:])]
@@ -141,12 +139,12 @@ def test_lines_that_are_broken_are_left_out(tmp_path: Path) -> None:
     found = figures(tmp_path)
     assert [row["step"] for row in found.steps] == [1, 2, 3, 4]
     assert found.missing[0] == (
-        f"Broken lines of {record}: 10, 14, 15, 16, 17, 18, 19. A training that is killed while it"
+        f"Broken lines of {record}: 10, 14, 15, 16, 17, 18, 19. A run that is killed while it"
         " writes leaves such lines."
     )
 
 
-def test_a_dealt_run_names_the_order_not_taken(tmp_path: Path) -> None:
+def test_dealt_run_shows_the_imbalance_of_the_replaced_batches(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     dealt = {**row.tally, "estimated_in_order": 3.2, "dealt_mean": 2.0}
     run = replace(RUN, replaced_imbalance=1.9)
@@ -163,25 +161,25 @@ def test_a_dealt_run_names_the_order_not_taken(tmp_path: Path) -> None:
     assert shown.total["imbalance_estimated_in_order"] == pytest.approx(1.6)
 
 
-def test_records_without_newer_figures_are_read(tmp_path: Path) -> None:
+def test_older_records_without_newer_figures_are_read(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     older = {name: n for name, n in row.tally.items() if name not in ("dealt_mean",)}
     shown = figures(write_record(tmp_path, [RUN, replace(row, tally=older)]))
     assert "imbalance_estimated_in_order" not in shown.total
 
 
-def test_a_run_that_moves_nothing_says_so(tmp_path: Path) -> None:
+def test_card_of_a_run_counts_micro_batches_that_moved_work(tmp_path: Path) -> None:
     row = steps_row(plan_row(1))
     found = figures(write_record(tmp_path, [RUN, replace(row, tally={**row.tally, "moved": 0})]))
     assert found.cards[2][1].endswith("work was moved in 0 of 1 micro-batches")
 
 
 PLAN = plan_row(1)
-# The lines of a record, the step that is asked for, and the error.
+# The lines of a record, the requested step, and the error.
 NO_PAGE: dict[str, tuple[list[Row | str] | None, int | None, str]] = {
     "nothing": (None, None, "is not a folder with _distca_run.jsonl. Train with attn_implementat"),
     "empty": ([], None, "has no micro-batch yet"),
-    "no beginning": (some_rows()[1:], None, "does not tell how a training began"),
+    "no beginning": (some_rows()[1:], None, "does not tell how the run began"),
     "broken steps": (
         [RUN, '{"step": 1}', '{"row": [1]}', '{"row": "steps", "step": 1}'],
         None,
@@ -206,7 +204,7 @@ NO_PAGE: dict[str, tuple[list[Row | str] | None, int | None, str]] = {
 
 
 @pytest.mark.parametrize("name", NO_PAGE)
-def test_what_no_page_can_be_made_of(tmp_path: Path, name: str) -> None:
+def test_record_without_the_rows_of_a_page_is_refused(tmp_path: Path, name: str) -> None:
     rows, step, message = NO_PAGE[name]
     if rows is not None:
         lines = [row if isinstance(row, str) else write_row(row) for row in rows]
@@ -216,7 +214,7 @@ def test_what_no_page_can_be_made_of(tmp_path: Path, name: str) -> None:
     assert message in str(error.value)
 
 
-def test_paths_that_are_no_folders(tmp_path: Path) -> None:
+def test_paths_without_a_record_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("none", "file"):
         with pytest.raises(
@@ -226,8 +224,8 @@ def test_paths_that_are_no_folders(tmp_path: Path) -> None:
             figures(tmp_path / name)
 
 
-def test_step_takes_the_time_until_the_next_one_begins(tmp_path: Path) -> None:
-    """Two of four steps are before a resume: their seconds count once, too."""
+def test_seconds_of_a_step_last_until_the_next_step_begins(tmp_path: Path) -> None:
+    """Two of the four steps precede a resume. Their seconds count once."""
     rows = [steps_row(plan_row(step)) for step in (1, 2, 3)]
     elapsed = [row.tally["elapsed_seconds"] for row in rows]
     found = figures(write_record(tmp_path, [RUN, *rows[:2], replace(RUN, step=1), *rows[1:]]))

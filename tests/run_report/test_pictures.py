@@ -1,4 +1,4 @@
-"""The data of the pictures, and that the page is one file."""
+"""The data of the pictures, and a page in a single file."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def figures(folder: Path, ranks: int = 4) -> Figures:
     return collect(RunFolder.read(folder))
 
 
-def by_name(found: Figures) -> dict[str, Picture]:
+def draw_by_name(found: Figures) -> dict[str, Picture]:
     return {picture.name: picture for picture in draw_pictures(found)}
 
 
-def test_seconds_by_rank_are_in_proportion(tmp_path: Path) -> None:
+def test_bars_of_ranks_are_proportional_to_their_seconds(tmp_path: Path) -> None:
     found = figures(tmp_path)
-    assert list(by_name(found)) == ["ranks", "plan"]
-    (rows,) = by_name(found)["ranks"].sides.values()
+    assert list(draw_by_name(found)) == ["ranks", "plan"]
+    (rows,) = draw_by_name(found)["ranks"].sides.values()
     longest = max(found.per_rank.measured_before)
     for rank, ((before,), (after,)) in enumerate(rows.values()):
         assert before.length == pytest.approx(found.per_rank.measured_before[rank] / longest)
         assert after.length == pytest.approx(found.per_rank.measured_after[rank] / longest)
-    assert by_name(found)["ranks"].width == f"{longest:.3g} s"
+    assert draw_by_name(found)["ranks"].width == f"{longest:.3g} s"
 
 
-def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
+def test_bars_of_pieces_follow_each_other_without_gaps(tmp_path: Path) -> None:
     seconds = plan_row(4).per_rank
     longest = max(seconds.estimated_before)
-    sides = by_name(figures(tmp_path))["plan"].sides.values()
+    sides = draw_by_name(figures(tmp_path))["plan"].sides.values()
     for side, expected in zip(
         sides, (seconds.estimated_before, seconds.estimated_after), strict=True
     ):
@@ -50,11 +50,11 @@ def test_pieces_of_a_plan_lie_one_behind_the_other(tmp_path: Path) -> None:
     assert not any(bar.moved for bar in before)
     moved = [bar for bar in after if bar.moved]
     assert moved
-    assert all("queries of rank 3" in bar.tip for bar in moved), "the one with the long document"
+    assert all("queries of rank 3" in bar.tip for bar in moved), "the rank with the long document"
     assert {bar.label == "" for bar in (*before, *after) if bar.length < 0.05} == {True}
 
 
-def test_bytes_to_other_nodes_are_shown_if_there_are_nodes(tmp_path: Path) -> None:
+def test_bytes_to_other_nodes_are_shown_only_with_several_nodes(tmp_path: Path) -> None:
     found = figures(tmp_path)
     assert found.total["between_nodes_mb_per_layer"] > 0
     alone = {
@@ -66,13 +66,13 @@ def test_bytes_to_other_nodes_are_shown_if_there_are_nodes(tmp_path: Path) -> No
         assert ("to other nodes, MB" in page) == shown
 
 
-def test_of_many_ranks_those_are_drawn_whose_work_changes_most(tmp_path: Path) -> None:
-    drawn = by_name(figures(tmp_path, ranks=80))
+def test_picture_of_many_ranks_draws_those_whose_work_changes_most(tmp_path: Path) -> None:
+    drawn = draw_by_name(figures(tmp_path, ranks=80))
     for picture in drawn.values():
         assert "32 of 80 ranks are drawn" in picture.text
         ranks = list([*picture.sides.values()][-1])
         assert len(ranks) == 32
-        assert ranks[-1] == "rank 79", "the one with the long document"
+        assert ranks[-1] == "rank 79", "the rank with the long document"
 
 
 class References(HTMLParser):
@@ -90,7 +90,7 @@ class References(HTMLParser):
         ]
 
 
-def test_the_page_is_one_file(tmp_path: Path) -> None:
+def test_page_loads_no_other_file(tmp_path: Path) -> None:
     page = render(figures(tmp_path))
     references = References()
     references.feed(page)

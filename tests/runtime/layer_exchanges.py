@@ -1,4 +1,4 @@
-"""What a layer without a model computes attention with."""
+"""Parts of `LayerExchange` for tests of layers without a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_distca.schedule.plan import Plan
 DIM = 16
 
 
-def parts_of(
+def make_parts(
     plan: Plan,
     rank: int,
     scores: ScoreOptions,
@@ -23,8 +23,8 @@ def parts_of(
     kernel: Kernel | None = None,
     group: AttentionGroup | None = None,
 ) -> tuple[Route, AttentionGroup, AttentionServer]:
-    """What each `LayerExchange` of a rank in a plan is made of: with the CPU's kernel for heads of
-    `DIM`, and in the group of all ranks, unless others are given.
+    """Make the route, the group and the server of a rank's `LayerExchange`. By default, the kernel
+    is the CPU's for heads of `DIM`, and the group holds all ranks.
     """
     request = KernelRequest(torch.device("cpu"), dtype, DIM, DIM, scores)
     return (

@@ -1,4 +1,4 @@
-"""Relays chosen at random."""
+"""Random relays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hf_distca.schedule.plan import Plan, Relays
 from hf_distca.schedule.relays import find_units
 
 
-def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
-    """Any relays that a plan may have, for some of its documents."""
+def draw_relays(random_: random.Random, plan: Plan) -> Relays | None:
+    """Draw valid relays for some documents of a plan; return None if there are none."""
     per_node = random_.randint(1, plan.layout.world_size)
     keys = plan.list_key_transfers()
     units = find_units(plan.layout, keys.document, keys.server, per_node).tolist()
@@ -28,7 +28,7 @@ def some_relays(random_: random.Random, plan: Plan) -> Relays | None:
     for (document, unit), need in sorted(needs.items()):
         held_by = sources[document, unit]
         if len(held_by) == 1 and held_by <= set(need):
-            need[min(held_by)] = plan.layout.longest  # it holds them all
+            need[min(held_by)] = plan.layout.longest  # it holds all keys
         shared = sorted(need.values())[-2] if len(need) > 1 else 0
         able = sorted(
             random_.sample(sorted(need), random_.randint(1, len(need))), key=lambda rank: need[rank]

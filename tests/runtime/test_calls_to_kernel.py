@@ -1,6 +1,4 @@
-"""How many calls lie between the attention function and the first kernel in a layer whose plan is
-there.
-"""
+"""The number of calls between the attention function and the first kernel, with a finished plan."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from hf_distca.kernels.cpu import CpuKernel
 
 
 class ReachedError(Exception):
-    """The first kernel runs."""
+    """Raised by the first kernel."""
 
 
-def nested(frame: FrameType | None) -> list[str]:
-    """Functions of the package that are entered one inside the other, the innermost one first."""
+def list_package_calls(frame: FrameType | None) -> list[str]:
+    """List the package's functions on the stack, innermost first."""
     names = []
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("hf_distca."):
@@ -31,7 +29,9 @@ def nested(frame: FrameType | None) -> list[str]:
     return names
 
 
-def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_reaches_the_kernel_in_few_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hf_distca.configure()
     module, handle = (
         torch.nn.Linear(1, 1).train(),
@@ -45,9 +45,9 @@ def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend() -> None:
         distca_attention(module, q, k, v, handle, distca_documents=documents)
 
-    def reached(*_: object) -> None:
+    def stop_at_kernel(*_: object) -> None:
         sys.setprofile(None)
-        stack.extend(nested(sys._getframe(1)))
+        stack.extend(list_package_calls(sys._getframe(1)))
         raise ReachedError
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -55,7 +55,7 @@ def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.append(frame.f_code.co_name)
 
     attend()
-    monkeypatch.setattr(CpuKernel, "forward", reached)
+    monkeypatch.setattr(CpuKernel, "forward", stop_at_kernel)
     sys.setprofile(count)
     try:
         with pytest.raises(ReachedError):
@@ -64,6 +64,6 @@ def test_the_kernel_is_few_calls_away(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.setprofile(None)
     inner = stack[: stack.index("distca_attention") + 1]
     assert inner[-1] == "distca_attention"
-    assert len(inner) + 1 <= 12, inner  # with the kernel's own
+    assert len(inner) + 1 <= 12, inner  # one more for the kernel
     functions = [name for name in calls if not name.startswith(("<", "__"))]
     assert len(functions) <= 40, functions

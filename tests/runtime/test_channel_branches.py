@@ -1,8 +1,7 @@
-"""The two ways of a message that a CPU does not take by itself: untagged, as over NCCL, and through
-copies, as a GPU's over gloo.
+"""Paths of messages that CPU tensors do not take by default.
 
-gloo has the operation that is used over NCCL, so the branch runs; and tensors of a CPU can be
-copied as those of a GPU are.
+Messages over NCCL have no tags, and messages of GPU tensors over gloo are copied to the host. Both
+paths also run with CPU tensors over gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Works:
-    """Counts what is started and waited for."""
+    """Count exchanges that are started and waited for."""
 
     def __init__(self) -> None:
         self.exchanges: list[tuple[list[int], list[int]]] = []
@@ -40,7 +39,7 @@ class Works:
     def start(
         self, received: Any, sent: Any, arriving: Any = None, leaving: Any = None, **options: Any
     ) -> Any:
-        if received.dtype == torch.int64:  # ranks gather what they plan by
+        if received.dtype == torch.int64:  # numbers for the plan, not rows
             return ALL_TO_ALL(received, sent, arriving, leaving, **options)
         assert options.pop("async_op") is True
         assert (received.dtype, sent.dtype) == (torch.uint8, torch.uint8)
@@ -91,8 +90,8 @@ def as_it_is() -> Iterator[Works]:
 BRANCHES = {"as it is": as_it_is, "untagged": untagged, "staged": staged}
 
 
-def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
-    """Of a model of two layers, the output first."""
+def run_model(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch.Tensor]:
+    """Return the output of a model with two layers, and its gradients."""
     hf_distca.configure(settings(**way))
     model = tiny_llama("distca")
     if checkpointing:
@@ -108,11 +107,11 @@ def gradients(rank: int, way: dict[str, Any], checkpointing: bool) -> list[torch
     ]
 
 
-def compared(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
+def compare_branches(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
     results, counts = {}, {}
     for branch, change in BRANCHES.items():
         with change() as works:
-            results[branch] = gradients(rank, WAYS[name], checkpointing)
+            results[branch] = run_model(rank, WAYS[name], checkpointing)
         meter = current_session().meter
         counts[branch] = meter.dispatches + meter.returns
         if branch == "untagged":
@@ -128,10 +127,10 @@ def compared(rank: int, name: str, checkpointing: bool) -> dict[str, Any]:
     ("name", "checkpointing"),
     [("plain", False), ("ping-pong", True)],
 )
-def test_models_compute_the_same_to_the_last_bit(
+def test_message_paths_give_bitwise_equal_results(
     rank_pool: Callable[[int], RankPool], name: str, checkpointing: bool
 ) -> None:
-    found = rank_pool(2)(compared, name, checkpointing)
+    found = rank_pool(2)(compare_branches, name, checkpointing)
     for one in found:
         assert one["equal"] == [True, True]
         assert len(set(one["counts"].values())) == 1
@@ -139,7 +138,7 @@ def test_models_compute_the_same_to_the_last_bit(
         assert (one["tagged"], one["under_way"]) == (0, 0)
         if name == "ping-pong":
             assert one["most_under_way"] > 1, "messages of both nano-batches are under way at once"
-    # What one rank sends is what the other awaits, exchange by exchange.
+    # In every exchange, each rank receives as many bytes as the other sends.
     for (arriving, leaving), (other_arriving, other_leaving) in zip(
         *(one["exchanges"] for one in found), strict=True
     ):
@@ -147,10 +146,8 @@ def test_models_compute_the_same_to_the_last_bit(
         assert (arriving[0], leaving[0]) == (0, 0)
 
 
-def staged_exchange(rank: int) -> list[list[int]]:
-    """What the receiver has before it waits and after, where the sender changes its tensor after
-    the start.
-    """
+def run_staged_exchange(rank: int) -> list[list[int]]:
+    """Return the values received before and after the wait; senders change theirs in between."""
     with staged():
         group = AttentionGroup.find_or_create(timeout_seconds=30)
         assert group.data is not None
@@ -166,7 +163,7 @@ def staged_exchange(rank: int) -> list[list[int]]:
         return [before, received.unique().tolist()]
 
 
-def test_staged_messages_hold_their_start_and_land_at_the_wait(
+def test_staged_messages_are_copied_at_the_start_and_arrive_at_the_wait(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    assert rank_pool(2)(staged_exchange) == [[[99], [11]], [[99], [10]]]
+    assert rank_pool(2)(run_staged_exchange) == [[[99], [11]], [[99], [10]]]

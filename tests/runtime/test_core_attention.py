@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layer_exchanges import DIM, parts_of
+from layer_exchanges import DIM, make_parts
 
 from hf_distca.kernels import ScoreOptions
 from hf_distca.runtime.call import Inputs, LayerExchange
@@ -23,39 +23,39 @@ from ranks import RankPool
 
 Segments = list[list[tuple[int, int, int]]]
 Tasks = list[CATask]
-# Largest error, what is wrong with the gradient of sinks, and counts of exchanges.
+# Largest error, error of the gradient of sinks, and counts of exchanges.
 Result = tuple[float, torch.Tensor, list[int]]
 HEADS, KEY_HEADS = 4, 2
 SCORES = ScoreOptions(DIM**-0.5)
 
 
-def dense(
+def attend_densely(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
     scores: ScoreOptions,
 ) -> torch.Tensor:
-    """One whole document, (T, heads, dim), by definition."""
+    """Compute attention for one whole document, (T, heads, dim), from the definition."""
     rep = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * scores.scale
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    logits = logits.masked_fill(~visible(len(q), scores.window), float("-inf"))
+    logits = logits.masked_fill(~make_mask(len(q), scores.window), float("-inf"))
     if sink is not None:
         logits = torch.cat([logits, sink.view(-1, 1, 1).expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., : len(k)], v)
 
 
-def visible(tokens: int, window: int | None) -> torch.Tensor:
-    """Which keys the rows of a document see."""
+def make_mask(tokens: int, window: int | None) -> torch.Tensor:
+    """Return the mask of the keys that each row of a document sees."""
     whole = torch.ones(tokens, tokens).tril()
     return (whole if window is None else whole.triu(1 - window)).bool()
 
 
-def document_tensors(document: int, length: int) -> list[torch.Tensor]:
-    """q, k, v and dO of a document, the same on every rank."""
+def make_tensors(document: int, length: int) -> list[torch.Tensor]:
+    """Make q, k, v and dO of a document, equal on all ranks."""
     generator = torch.Generator().manual_seed(document)
     return [
         torch.randn(length, heads, DIM, generator=generator, dtype=torch.float64)
@@ -68,11 +68,11 @@ def compute_whole(
     scores: ScoreOptions,
     sink: torch.Tensor | None = None,
 ) -> dict[int, list[torch.Tensor]]:
-    """dq, dk, dv and o of whole documents, of their q, k, v and dO."""
+    """Compute dq, dk, dv and o of whole documents from their q, k, v and dO."""
     found = {}
     for number, (*inputs, do) in documents.items():
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        out = dense(*leaves, sink, scores)
+        out = attend_densely(*leaves, sink, scores)
         out.backward(do)
         found[number] = [*(leaf.grad for leaf in leaves), out.detach()]
     return found
@@ -88,13 +88,13 @@ def run_plan(
     relays: Relays | None = None,
     split: list[int] | None = None,
 ) -> Result:
-    """Run a plan forward and backward, with relays if some are given.
+    """Run a plan forward and backward, with the given relays.
 
-    With a list of documents to be split in `KEY_HEADS` head groups, tasks are those of the split
-    layout.
+    `split` lists documents to split into `KEY_HEADS` head groups; `tasks` then name the documents
+    of the split layout.
 
-    Returns the largest error of o, dq, dk, dv over this rank's tokens, the gradient of the sinks
-    minus what this rank's tokens should give, and the counts of exchanges.
+    Returns the largest error of o, dq, dk and dv over this rank's tokens, the error of the gradient
+    of the sinks, and the counts of exchanges.
     """
     layout = Layout.from_segments(ranks, context)
     layout = (
@@ -105,14 +105,14 @@ def run_plan(
     for row in ranks:
         for document, start, length in row:
             lengths[document] = max(lengths.get(document, 0), start + length)
-    inputs = {document: document_tensors(document, length) for document, length in lengths.items()}
+    inputs = {document: make_tensors(document, length) for document, length in lengths.items()}
     for row, count in zip(ranks, context, strict=True):
-        for document, start, length in row[:count]:  # nobody computes the queries of context
+        for document, start, length in row[:count]:  # queries of context are not computed
             inputs[document][3][start : start + length] = 0.0
-    empty, query_rows = document_tensors(0, 0), ranks[rank][context[rank] :]
+    empty, query_rows = make_tensors(0, 0), ranks[rank][context[rank] :]
 
     def own(part: int, given: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-        """This rank's rows of q, k, v and dO, or of what was computed of dq, dk, dv and o."""
+        """Select this rank's rows of q, k, v or dO, or of dq, dk, dv or o."""
         held = ranks[rank] if part in (1, 2) else query_rows
         return torch.cat([empty[part], *(given[d][part][a : a + n] for d, a, n in held)])
 
@@ -121,7 +121,7 @@ def run_plan(
     own_sink, exact_sink = (
         None if sink is None else sink.clone().requires_grad_() for _ in range(2)
     )
-    parts = parts_of(plan, rank, scores)
+    parts = make_parts(plan, rank, scores)
     out = compute_core_attention(Inputs(*leaves, sink_H=own_sink), LayerExchange(*parts))
     out.backward(own(3, inputs))
     expected = compute_whole(inputs, scores, sink)
@@ -140,14 +140,14 @@ def run_plan(
 
 
 def check_exact(results: list[Result], case: object) -> None:
-    """Everything that ranks found with `run_plan` is exact, and they made as many exchanges."""
+    """Assert that results of `run_plan` are exact and all ranks made equally many exchanges."""
     assert max(error for error, *_ in results) < 1e-12, case
     assert max(float(d_sink.abs().max()) for _, d_sink, _ in results) < 1e-9, case
     assert len({tuple(counts) for *_, counts in results}) == 1
 
 
-def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks]:
-    """A layout with documents cut and scattered at will, some of it context, and a plan that sends
+def draw_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks]:
+    """Draw a layout of documents cut and scattered anywhere, partly context, and a plan that sends
     slices anywhere.
     """
     ranks: Segments = [[] for _ in range(world)]
@@ -186,8 +186,8 @@ def random_case(random_: random.Random, world: int) -> tuple[Segments, list[int]
     )
 
 
-def whole_tasks(ranks: Segments) -> Tasks:
-    """A task for each segment, at home."""
+def list_home_tasks(ranks: Segments) -> Tasks:
+    """List one task for each segment, on its home rank."""
     return [
         CATask(document, start, start + length, rank, rank)
         for rank, row in enumerate(ranks)
@@ -195,8 +195,8 @@ def whole_tasks(ranks: Segments) -> Tasks:
     ]
 
 
-def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[int], Tasks]:
-    """Some documents to split by heads, and tasks in which each head group goes its own way."""
+def draw_head_groups(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[int], Tasks]:
+    """Draw documents to split by heads, and tasks whose head groups go to random servers."""
     split = [
         document for document in sorted({task.document for task in tasks}) if random_.random() < 0.6
     ]
@@ -213,23 +213,22 @@ def split_case(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[i
 
 
 def run_untagged(rank: int, *arguments: Any) -> Result:
-    """As `run_plan`, over a channel without tags: the branch of NCCL, which gloo can run."""
+    """Call `run_plan` over a channel without tags, as over NCCL; gloo supports both."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "is_gloo", property(lambda channel: False))
         return run_plan(rank, *arguments)
 
 
-def test_plans_are_exact_without_tags(rank_pool: Callable[[int], RankPool]) -> None:
+def test_random_plans_are_exact_without_message_tags(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
     for seed in range(20):
-        ranks, context, tasks = random_case(random.Random(seed), 2)
+        ranks, context, tasks = draw_case(random.Random(seed), 2)
         scores = ScoreOptions(DIM**-0.5, (None, 9)[seed % 2])
         results = pool(run_untagged, ranks, context, tasks, scores, True)
         check_exact(results, (ranks, context, tasks))
 
 
-# Of three ranks, which differ from two and four in their number alone, the slow tests make some,
-# too.
+# Only slow tests use three ranks, which take the same paths as two and four.
 WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
@@ -249,7 +248,7 @@ def test_random_layouts_and_plans_are_exact(
     def check(
         random_: random.Random, window: int | None, softcap: float | None, with_sink: bool
     ) -> None:
-        ranks, context, tasks = random_case(random_, world)
+        ranks, context, tasks = draw_case(random_, world)
         scores = ScoreOptions(DIM**-0.5, window, softcap)
         results = pool(run_plan, ranks, context, tasks, scores, with_sink)
         check_exact(results, (ranks, context, tasks))
@@ -266,8 +265,8 @@ def test_documents_split_by_heads_are_exact(
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False), st.booleans())
     def check(random_: random.Random, with_sink: bool) -> None:
-        ranks, _, _ = random_case(random_, world)
-        split, tasks = split_case(random_, world, whole_tasks(ranks))
+        ranks, _, _ = draw_case(random_, world)
+        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
         results = pool(run_plan, ranks, [0] * world, tasks, SCORES, with_sink, None, split)
         check_exact(results, (ranks, split, tasks))
 

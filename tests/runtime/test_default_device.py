@@ -1,6 +1,4 @@
-"""Where tensors are made: a user may have called `torch.set_default_device("cuda")`. Here "meta",
-where no number can be read.
-"""
+"""Tensors do not follow the default device, here "meta", where no value can be read."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layer_exchanges import DIM, parts_of
+from layer_exchanges import DIM, make_parts
 from torch.utils._device import _device_constructors
 
 from hf_distca.kernels import ScoreOptions
@@ -33,10 +31,8 @@ ROWS = [[(0, 0, 64)], [(1, 0, 20), (2, 0, 18)]]
 TASKS = [(0, 0, 32, 0, 0), (0, 32, 64, 0, 1), (1, 0, 20, 1, 1), (2, 0, 18, 1, 1)]
 
 
-def made(path: Path) -> Iterator[ast.Call]:
-    """Where a file makes a tensor by a function of torch that follows the default device, also by
-    `partial`.
-    """
+def find_tensor_calls(path: Path) -> Iterator[ast.Call]:
+    """Find calls of torch functions that follow the default device, also through `partial`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             function = node.args[0] if getattr(node.func, "id", None) == "partial" else node.func
@@ -46,8 +42,8 @@ def made(path: Path) -> Iterator[ast.Call]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
-    named = [(call, {keyword.arg for keyword in call.keywords}) for call in made(path)]
+def test_functions_that_make_tensors_name_a_device(path: Path) -> None:
+    named = [(call, {keyword.arg for keyword in call.keywords}) for call in find_tensor_calls(path)]
     assert not [
         f"line {call.lineno}: {ast.unparse(call)}"
         for call, words in named
@@ -55,8 +51,8 @@ def test_tensors_are_made_on_a_device_that_is_named(path: Path) -> None:
     ]
 
 
-def step(rank: int, window: int | None, device: str | None) -> list[object]:
-    """All that ranks say to each other, and a layer forward and backward, on the CPU."""
+def run_step(rank: int, window: int | None, device: str | None) -> list[object]:
+    """Gather numbers and texts, then run a layer forward and backward on the CPU."""
     generator = torch.Generator().manual_seed(rank)
     tokens = sum(length for *_, length in ROWS[rank])
     q, k, v, do = (
@@ -77,7 +73,7 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
             Layout.from_segments(ROWS, [0, 0]), [CATask(*task) for task in TASKS], window
         )
         scores = ScoreOptions(0.2, window)
-        parts = parts_of(plan, rank, scores, kernel=CpuKernel(), group=group)
+        parts = make_parts(plan, rank, scores, kernel=CpuKernel(), group=group)
         out = compute_core_attention(Inputs(*leaves), LayerExchange(*parts))
         out.backward(do)
     finally:
@@ -90,8 +86,10 @@ def step(rank: int, window: int | None, device: str | None) -> list[object]:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_step_does_not_notice(rank_pool: Callable[[int], RankPool], window: int | None) -> None:
-    plain, other = (rank_pool(2)(step, window, device) for device in (None, "meta"))
+def test_the_default_device_does_not_change_a_step(
+    rank_pool: Callable[[int], RankPool], window: int | None
+) -> None:
+    plain, other = (rank_pool(2)(run_step, window, device) for device in (None, "meta"))
     for mine, expected in zip(other, plain, strict=True):
         assert mine[:2] == expected[:2]
         for found, wanted in zip(mine[2:], expected[2:], strict=True):

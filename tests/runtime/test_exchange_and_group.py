@@ -16,10 +16,8 @@ from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
 from ranks import RankPool
 
 
-def counts(world: int) -> list[list[int]]:
-    """Rows from rank (first index) to rank (second): uneven, with zeros, and nothing at all from
-    the last rank.
-    """
+def count_rows(world: int) -> list[list[int]]:
+    """Return rows[sender][receiver]: uneven, some zero, and none from the last rank."""
     return [
         [(3 * a + 5 * b) % 4 if a < world - 1 else 0 for b in range(world)] for a in range(world)
     ]
@@ -31,9 +29,9 @@ def payload(rank: int, to: int, rows: int, width: int, dtype: torch.dtype) -> to
 
 def send_and_return(rank: int, world: int) -> None:
     group = AttentionGroup.create(timeout_seconds=30)
-    table = counts(world)
+    table = count_rows(world)
     send, receive = tuple(table[rank]), tuple(row[rank] for row in table)
-    # 5 bfloat16 fill no 16 bytes: padding is needed.
+    # 5 bfloat16 numbers do not fill 16 bytes: padding is needed.
     kinds = [(torch.float32, 3), (torch.bfloat16, 5), (torch.float64, 1)]
     parts = []
     for dtype, width in kinds:
@@ -77,7 +75,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def send_and_return_so(rank: int, world: int, way: str) -> None:
+def send_and_return_by_way(rank: int, world: int, way: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if WAYS[way]:
             patch.setattr(Channel, *WAYS[way])
@@ -95,13 +93,11 @@ def send_and_return_so(rank: int, world: int, way: str) -> None:
 def test_uneven_rows_of_several_dtypes_travel_there_and_back(
     rank_pool: Callable[[int], RankPool], way: str, world: int
 ) -> None:
-    rank_pool(world)(send_and_return_so, world, way)
+    rank_pool(world)(send_and_return_by_way, world, way)
 
 
-def checksums(rank: int, skipped: list[int]) -> list[int]:
-    """Of launches in three layers of one micro-batch, of which this rank skips one, by number of
-    layers; -1 for none.
-    """
+def compute_checksums(rank: int, skipped: list[int]) -> list[int]:
+    """Return the checksum before and after each of three layers, of which this rank skips one."""
     group = AttentionGroup.create(timeout_seconds=30)
     assert group.data is not None
     found = [group.data.checksum]
@@ -114,20 +110,20 @@ def checksums(rank: int, skipped: list[int]) -> list[int]:
     return found
 
 
-def test_checksums_tell_layers_apart_that_messages_do_not(
+def test_checksums_differ_if_equal_messages_belong_to_different_layers(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     pool = rank_pool(2)
-    one, other = pool(checksums, [1, 2])
+    one, other = pool(compute_checksums, [1, 2])
     assert one[:2] == other[:2]
-    assert one[3] != other[3], "as many exchanges of the same sizes, of other layers"
-    one, other = pool(checksums, [1, 1])
+    assert one[3] != other[3], "as many exchanges of the same sizes, but in different layers"
+    one, other = pool(compute_checksums, [1, 1])
     assert one == other
-    assert len(set(one)) == 3, "each layer that ran changed it"
+    assert len(set(one)) == 3, "each layer that ran changed the checksum"
     assert all(0 <= value < 2**63 for value in one)
 
 
-def test_a_group_of_one_needs_no_torch_distributed() -> None:
+def test_a_group_of_one_rank_needs_no_torch_distributed() -> None:
     rows = Rows((RowRun(0, 2, 1), RowRun(0, 0, 1)), {0: 2})
     tensor = torch.arange(6.0).view(3, 2)
     ((section,),) = launch(None, [MessagePart(tensor, rows)]).receive_sections()
@@ -138,14 +134,14 @@ def test_a_group_of_one_needs_no_torch_distributed() -> None:
         assert gather(np.array([4, 5]), activity="testing")[0].tolist() == [4, 5]
 
 
-def grouped(rank: int, how: str) -> tuple[tuple[int, ...], int, list[list[int]]]:
-    """Ranks of a group, which of them this one is, and what they gather."""
+def create_group(rank: int, how: str) -> tuple[tuple[int, ...], int, list[list[int]]]:
+    """Create a group; return its ranks, this rank's index and what the group gathers."""
     given: Any = None
-    if how == "pairs":  # ranks with the same tensor-parallel coordinate
+    if how == "pairs":  # ranks of equal tensor-parallel coordinates
         given = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     if how == "out of order":
         given = Members((2, 0, 1), "gloo")
-    if how == "beside others":  # members are in different numbers of groups
+    if how == "after other groups":  # ranks are in different numbers of groups
         for ranks in ([0], [0], [1, 2], [0]):
             dist.new_group(ranks)
     group = AttentionGroup.create(given, timeout_seconds=30)
@@ -158,18 +154,18 @@ def grouped(rank: int, how: str) -> tuple[tuple[int, ...], int, list[list[int]]]
     [
         ("pairs", [(0, 2), (1, 3)] * 2),
         ("out of order", [(0, 1, 2)] * 3),
-        ("beside others", [(0, 1, 2)] * 3),
+        ("after other groups", [(0, 1, 2)] * 3),
     ],
 )
-def test_members_are_a_group_in_order(
+def test_groups_hold_their_members_in_ascending_order(
     rank_pool: Callable[[int], RankPool], how: str, expected: list[tuple[int, ...]]
 ) -> None:
-    assert rank_pool(len(expected))(grouped, how) == [
+    assert rank_pool(len(expected))(create_group, how) == [
         (ranks, ranks.index(rank), [[one] for one in ranks]) for rank, ranks in enumerate(expected)
     ]
 
 
-def exchanges_or_raises(
+def exchange_or_raise(
     rank: int, table: list[list[int]], starts: list[float | None], culprit: int
 ) -> tuple[str, float]:
     group = AttentionGroup.create(timeout_seconds=20)
@@ -200,27 +196,27 @@ LARGE = 2**28  # bytes, which take about 0.1 s
     ("table", "starts", "culprit"),
     [
         ([[0, LARGE], [LARGE, 0]], [0, 0], 1),
-        # Rank 2 hears of rank 1 through rank 0 only, which finds that rank 1 has left when it
-        # waits,
+        # Rank 2 learns of rank 1's failure only through rank 0, which notices when it waits.
         ([[0, 9, LARGE], [9, 0, 0], [LARGE, 0, 0]], [0, None, 0], 1),
-        # and rank 1 of rank 2, when rank 0 has started to send to rank 1 and turns to rank 2.
+        # Rank 1 learns of rank 2's failure only through rank 0, which notices after it has started
+        # to send to rank 1.
         ([[0, LARGE, 9], [LARGE, 0, 0], [9, 0, 0]], [0.3, 0.2, None], 2),
     ],
 )
-def test_rank_that_raises_during_messages_keeps_nobody_waiting(
+def test_no_rank_waits_for_a_rank_that_raises_during_messages(
     rank_pool: Callable[[int], RankPool],
     table: list[list[int]],
     starts: list[float | None],
     culprit: int,
 ) -> None:
-    results = rank_pool(len(table))(exchanges_or_raises, table, starts, culprit)
+    results = rank_pool(len(table))(exchange_or_raise, table, starts, culprit)
     assert results.pop(culprit)[0] == "unlucky"
     for error, seconds in results:
         assert f"rank {culprit} raised ValueError while testing: unlucky" in error
         assert seconds < 5
 
 
-# What rank 0 does where rank 1 stays away, and what it is told.
+# Calls of rank 0 while rank 1 stays away, by the error that rank 0 gets.
 ALONE: dict[str, Callable[[AttentionGroup], object]] = {
     "rank 0 waited up to 2 s for ranks (0, 1) while planning micro-batch 7": (
         lambda group: group.gather(np.array([1]), activity="planning micro-batch 7")
@@ -236,7 +232,7 @@ ALONE: dict[str, Callable[[AttentionGroup], object]] = {
 }
 
 
-def comes_alone(rank: int, said: str) -> str:
+def call_alone(rank: int, said: str) -> str:
     group = AttentionGroup.find_or_create(timeout_seconds=2)
     if rank == 1:
         return ""
@@ -246,10 +242,10 @@ def comes_alone(rank: int, said: str) -> str:
 
 
 @pytest.mark.parametrize("said", ALONE)
-def test_missing_rank_ends_in_an_error_that_names_the_wait(said: str) -> None:
-    pool = RankPool(2)  # of its own: the control group is broken afterwards
+def test_a_missing_rank_causes_an_error_that_names_the_wait(said: str) -> None:
+    pool = RankPool(2)  # not shared: the control group is broken afterwards
     try:
-        message = pool(comes_alone, said, timeout=60)[0]
+        message = pool(call_alone, said, timeout=60)[0]
     finally:
         pool.close()
     assert said in message

@@ -1,5 +1,5 @@
-"""What a layer alone launches on a GPU that is not there; tests/models/test_steps_on_a_fake_gpu.py
-looks at devices, dtypes and waits in whole models.
+"""Operations that one layer launches on an imitated GPU. tests/models/test_steps_on_a_fake_gpu.py
+checks devices, dtypes and waits in whole models.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ HEADS, KEY_HEADS, DIM = 4, 2, 64
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations, without those that only ask a tensor for its device.
-
-    Attributes:
-        names: of the operations.
-    """
+    """Record the names of operations, except queries of a tensor's device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +40,11 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain varlen attention has three transposes, four views and the kernel; log-sum-exps are
-    transposed besides.
+def test_a_layer_launches_little_more_than_plain_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain varlen attention needs three transposes, four views and the kernel. The layer also
+    transposes log-sum-exps.
     """
     monkeypatch.setattr(kernels, "mismatch_reason", lambda *case: None)
     hf_distca.configure(hf_distca.DistCAConfig(kernel="cuda"))
@@ -71,14 +69,14 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
                 )
             with Launches() as backward:
                 tape.backward(gradient)
-            # Of outputs that a recompute may need.
+            # Outputs are detached for a possible recompute.
             return [name for name in forward.names if name != "detach"], backward.names
 
         gpu.launch(1.0)
         handle = make_handle(1, 100)
         first, _ = layer(handle)
         assert first.count("_to_copy") == 1, (
-            "rows and keys of whole documents end at the same places"
+            "rows and keys of whole documents share one tensor of bounds"
         )
         forward, backward = layer(handle)
         assert sorted(forward) == [
@@ -89,7 +87,7 @@ def test_a_layer_alone_launches_what_plain_attention_does(monkeypatch: pytest.Mo
         ]
         assert sorted(backward) == ["_flash_attention_backward", "permute"]
         assert (gpu.events, current_session().meter.kernel_calls) == (0, 4), (
-            "nobody has asked for times"
+            "kernels are timed only after a call of metrics()"
         )
         hf_distca.metrics()
         layer(make_handle(1, 100))

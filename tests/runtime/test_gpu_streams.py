@@ -1,9 +1,8 @@
-"""In which order the streams of a GPU get work, and that no two of them touch the same memory at
-once. No GPU is there.
+"""Work on the streams of an imitated GPU: its order, and that streams never share memory at once.
 
-Each of these changes of the source makes a test here fail: `Pending.receive_sections` without its
-wait; `side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping
-what the first hop sends; own tasks launched behind the dispatch's wait.
+Each of these changes of the source makes a test fail: `Pending.receive_sections` without its wait;
+`side_stream` without `wait_stream`; `forward_keys` without `side_stream`, or without keeping what
+the first hop sends; own tasks launched after the dispatch's wait.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from turns import in_turn
 
 pytestmark = needs_cpu_build
 HEADS, KEY_HEADS, DIM = 4, 2, 64
-# Rank 0 has a document of which the others serve slices; rank 1 has one, too, a slice of which rank
-# 0 serves.
+# Ranks 1 and 2 serve slices of rank 0's document, and rank 0 serves a slice of rank 1's.
 LAYOUT = Layout.from_lengths([[600], [200], [100]])
 TASKS = [
     (0, 0, 300, 0, 0),
@@ -51,14 +49,14 @@ TASKS = [
     (2, 0, 100, 2, 2),
 ]
 PLAN = Plan.from_tasks(LAYOUT, [CATask(*task) for task in TASKS])
-# Rank 2 has the first keys of the document from rank 1.
+# Rank 2 receives the first keys of document 0 from rank 1.
 RELAYED = replace(PLAN, relays=Relays(*np.array([[0, 0, 400, 1]]).T, 3))
 SHAPE = AttentionShape(HEADS, KEY_HEADS, DIM, DIM, 2)
 
 
 @dataclass(eq=False)
 class Named:
-    """torch's flash attention; the log says of each call whose tasks run."""
+    """Run torch's flash attention and log whose tasks each call runs."""
 
     streams: Streams
     route: Route
@@ -78,7 +76,7 @@ class Named:
 
 
 class Tapes(Tape):
-    """In place of autograd, for calls whose functions take turns."""
+    """Stand in for autograd where the functions of several calls take turns."""
 
     def backward(self, do_THV: dict[LayerExchange, torch.Tensor]) -> None:
         gradients = dict(do_THV)
@@ -88,7 +86,7 @@ class Tapes(Tape):
 
 
 class Kept:
-    """Outputs of the first forward, for a recompute."""
+    """Keep the outputs of the first forward for a recompute."""
 
     def __init__(self) -> None:
         self.outputs: Any = None
@@ -112,8 +110,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Streams, Tapes]]:
         yield streams, tapes
 
 
-def half(streams: Streams, link: Link, plan: Plan, rank: int, nano: str = "") -> Callable[..., Any]:
-    """A layer on new tensors: gives its call and its output."""
+def make_layer(
+    streams: Streams, link: Link, plan: Plan, rank: int, nano: str = ""
+) -> Callable[..., Any]:
+    """Make a function that runs a layer on new tensors and returns its exchange and output."""
     route = Route.build(plan, rank)
     group = AttentionGroup((0, 1, 2), rank, data=link)  # type: ignore[arg-type]
     server = AttentionServer(Named(streams, route, nano), ScoreOptions(DIM**-0.5), Meter())  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ WAYS: dict[str, tuple[Plan, list[str]]] = {
     "serial": (PLAN, SERIAL),
     "relays": (
         RELAYED,
-        # Another stream waits for the dispatch and launches what relays pass on.
+        # Another stream waits for the dispatch and launches the relays' dispatch.
         [
             "launch dispatch",
             "own tasks",
@@ -161,13 +161,13 @@ WAYS: dict[str, tuple[Plan, list[str]]] = {
 
 @pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
 @pytest.mark.parametrize("way", WAYS)
-def test_own_tasks_are_launched_before_anything_is_waited_for(
+def test_own_tasks_are_launched_before_the_first_wait(
     monkeypatch: pytest.MonkeyPatch, way: str, rank: int
 ) -> None:
     plan, expected = WAYS[way]
     with gpu(monkeypatch) as (streams, tapes):
-        run = half(streams, Link(streams), plan, rank)
-        for _ in range(3):  # memory of one layer is that of the next
+        run = make_layer(streams, Link(streams), plan, rank)
+        for _ in range(3):  # each layer reuses the memory of the one before
             streams.log.clear()
             result = run()
             forward = [what for stream, what in streams.log if stream == COMPUTE]
@@ -175,7 +175,7 @@ def test_own_tasks_are_launched_before_anything_is_waited_for(
             backward(tapes, result)
             assert forward == expected
             back = [what for stream, what in streams.log if stream == COMPUTE]
-            if way == "relays":  # their sums are on the way home
+            if way == "relays":  # relays sum gradients on their way home
                 assert back == [
                     *expected[:4],
                     "launch return to relays",
@@ -186,15 +186,15 @@ def test_own_tasks_are_launched_before_anything_is_waited_for(
                 assert back == expected
             del result
         if way == "relays":
-            beside = [what for stream, what in streams.log if stream != COMPUTE]
-            assert beside == ["wait dispatch", "launch relays' dispatch"]
+            on_side_stream = [what for stream, what in streams.log if stream != COMPUTE]
+            assert on_side_stream == ["wait dispatch", "launch relays' dispatch"]
     assert streams.races == []
 
 
-def test_a_recompute_gives_the_gpu_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recompute_with_kept_outputs_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept()
     with gpu(monkeypatch) as (streams, tapes):
-        run = half(streams, Link(streams), PLAN, 0)
+        run = make_layer(streams, Link(streams), PLAN, 0)
         run(kept)
         tapes.calls.clear()  # a checkpoint drops what forward saved
         streams.log.clear()
@@ -208,12 +208,12 @@ def test_a_recompute_gives_the_gpu_nothing_to_wait_for(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("rank", in_turn([0, 1, 2], 3))
 @pytest.mark.parametrize("plan", [PLAN, RELAYED], ids=["plain", "relays"])
-def test_nano_batches_launch_before_the_other_one_waits(
+def test_both_nano_batches_are_dispatched_before_either_waits(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, rank: int
 ) -> None:
     with gpu(monkeypatch) as (streams, tapes):
         link = Link(streams)
-        first, second = (half(streams, link, plan, rank, f" of {nano}") for nano in "AB")
+        first, second = (make_layer(streams, link, plan, rank, f" of {nano}") for nano in "AB")
         for _ in range(3):
             streams.log.clear()
             results = run_nano_batches(first, second, "cuda")
@@ -223,7 +223,7 @@ def test_nano_batches_launch_before_the_other_one_waits(
             back = [what for stream, what in streams.log if stream == COMPUTE]
             for order, (early, late) in ((given, "AB"), (back, "BA")):
                 assert order[:3] == ["launch dispatch", "launch dispatch", f"own tasks of {early}"]
-                # What the first one returns travels while the second one computes.
+                # The first nano-batch's return travels while the second one computes.
                 assert order.index(f"arrived tasks of {early}") < order.index(
                     f"own tasks of {late}"
                 )
@@ -235,23 +235,25 @@ def test_nano_batches_launch_before_the_other_one_waits(
     assert streams.races == []
 
 
-def test_a_captured_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph would replay one batch's plan for all others, and nothing would tell."""
+def test_a_layer_is_refused_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would silently replay one batch's plan for all other batches."""
     with gpu(monkeypatch) as (streams, _):
-        run = half(streams, Link(streams), Plan.make_local(LAYOUT), 0)
+        run = make_layer(streams, Link(streams), Plan.make_local(LAYOUT), 0)
         run()
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(UnsupportedError, match="while a CUDA graph is captured"):
             run()
 
 
-def test_what_may_race_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model itself, on changes of the source that it is there for."""
+def test_missing_waits_and_early_frees_are_found_as_races(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The imitated streams must report the races that these changes of the source cause."""
 
     def raced(change: Callable[[pytest.MonkeyPatch], None], plan: Plan) -> list[str]:
         with pytest.MonkeyPatch.context() as patch, gpu(patch) as (streams, tapes):
             change(patch)
-            run = half(streams, Link(streams), plan, 1)
+            run = make_layer(streams, Link(streams), plan, 1)
             for _ in range(2):
                 backward(tapes, *run_nano_batches(run, run, "cuda"))
         return streams.races

@@ -1,4 +1,4 @@
-"""What making a group and talking in it costs, and whom it waits for."""
+"""Messages and waits while a group is made and while it gathers numbers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ranks import RankPool
 SHORT, LONG = 60, 4 + 3 * 1024  # numbers that a rank announces with 20 documents, and with 1024
 
 
-def bytes_received() -> int:
-    """Bytes that have come in over the connections that this process has open."""
+def count_received_bytes() -> int:
+    """Count the bytes received over this process's open connections."""
     total = 0
     for path in tuple(Path("/proc/self/fd").iterdir()):
         if not path.is_socket():
@@ -41,29 +41,29 @@ def bytes_received() -> int:
     return total
 
 
-def gathered(rank: int, lengths: list[int]) -> int:
+def gather_rows(rank: int, lengths: list[int]) -> int:
     group = AttentionGroup.find_or_create(timeout_seconds=30)
     row = np.arange(lengths[rank]) - 2**40
     row.flags.writeable = False
     expected = [(np.arange(length) - 2**40).tolist() for length in lengths]
     assert [row.tolist() for row in group.gather(row, activity="testing")] == expected
     dist.barrier()
-    before = bytes_received()
+    before = count_received_bytes()
     for _ in range(10):
         group.gather(row, activity="testing")
     dist.barrier()
-    return (bytes_received() - before) // 10
+    return (count_received_bytes() - before) // 10
 
 
 @pytest.mark.parametrize(
     "lengths",
     [[SHORT, LONG, SHORT, SHORT], [LONG, LONG - 300, LONG - 9, LONG], [0, LONG, 1, 5 * LONG]],
 )
-def test_rows_are_not_padded_to_the_longest(
+def test_gathered_rows_are_not_padded_to_the_longest(
     rank_pool: Callable[[int], RankPool], lengths: list[int]
 ) -> None:
-    received = rank_pool(4)(gathered, lengths)
-    # 129 numbers of each of three ranks, and what is left; gloo adds about 50 bytes to a message.
+    received = rank_pool(4)(gather_rows, lengths)
+    # Three ranks send 129 numbers each, then the rest. gloo adds about 50 bytes to a message.
     assert (
         3000
         < max(received)
@@ -87,10 +87,10 @@ def test_rows_are_not_padded_to_the_longest(
 def test_rows_of_any_length_are_gathered(
     rank_pool: Callable[[int], RankPool], lengths: list[int]
 ) -> None:
-    rank_pool(2)(gathered, lengths)
+    rank_pool(2)(gather_rows, lengths)
 
 
-def compared(rank: int) -> list[bool]:
+def compare_numbers(rank: int) -> list[bool]:
     group, ends = (
         AttentionGroup.find_or_create(timeout_seconds=30),
         [np.iinfo(np.int64).min, np.iinfo(np.int64).max],
@@ -124,11 +124,11 @@ def compared(rank: int) -> list[bool]:
 def test_numbers_are_compared_in_one_collective(
     rank_pool: Callable[[int], RankPool], world: int
 ) -> None:
-    assert rank_pool(world)(compared) == [[True, False, True, False, False, False]] * world
+    assert rank_pool(world)(compare_numbers) == [[True, False, True, False, False, False]] * world
 
 
 class CountedStore:
-    """A store that counts what it is asked."""
+    """A store that counts its calls."""
 
     def __init__(self) -> None:
         self.store, self.calls = dist.HashStore(), Counter[str]()
@@ -143,21 +143,21 @@ class CountedStore:
         )
 
 
-def gives_up(monitor: FailureMonitor) -> str:
+def give_up(monitor: FailureMonitor) -> str:
     return str(monitor.give_up("planning", RuntimeError("lost")))
 
 
-def test_a_rank_that_waits_for_words_looks_at_one_key() -> None:
+def test_a_rank_that_waits_for_failure_reports_polls_one_key() -> None:
     store, ranks = CountedStore(), tuple(range(512))
-    monitor = FailureMonitor(ranks, 3, 5.0, (store.link(),))  # 0.5 s for the words of others
+    monitor = FailureMonitor(ranks, 3, 5.0, (store.link(),))  # waits 0.5 s for reports of others
     assert not monitor.leave_after_others()
     store.calls.clear()
-    assert gives_up(monitor).count("is silent") == 511
-    assert sum(store.calls.values()) < 30  # 25 looks at 20 ms; asking for each rank took 511 each
+    assert give_up(monitor).count("is silent") == 511
+    assert sum(store.calls.values()) < 30  # 25 polls of one key; polls of each rank were 511 each
 
 
 class LateStore(CountedStore):
-    """A store that takes a moment for an answer."""
+    """A store that answers after 20 ms."""
 
     def __getattr__(self, name: str) -> Any:
         def answer(*args: Any) -> Any:
@@ -168,42 +168,40 @@ class LateStore(CountedStore):
         return answer
 
 
-def test_no_word_is_read_once_a_rank_has_given_up() -> None:
-    """Its thread would come back from the store while the interpreter ends, which aborts the
-    process.
-    """
+def test_a_rank_reads_no_failure_reports_after_giving_up() -> None:
+    """A thread that returns from the store while the interpreter ends would abort the process."""
     store = LateStore()
     for _ in range(3):
-        # 0.3 s for the words of the other.
-        gives_up(FailureMonitor((0, 1), 1, 3.0, (store.link(),)))
+        # Waits 0.3 s for the other rank's report.
+        give_up(FailureMonitor((0, 1), 1, 3.0, (store.link(),)))
         before = store.calls.total()
         time.sleep(0.3)
         assert store.calls.total() == before
 
 
-def test_every_word_is_read_once() -> None:
+def test_each_failure_report_is_read_once() -> None:
     store, ranks = CountedStore(), tuple(range(100, 140))
     for rank in range(39):
         FailureMonitor(ranks, rank, 0.0, (store.link(),)).give_up(f"thing {rank}", RuntimeError())
     store.calls.clear()
-    message = gives_up(FailureMonitor(ranks, 39, 20.0, (store.link(),)))
+    message = give_up(FailureMonitor(ranks, 39, 20.0, (store.link(),)))
     assert all(
         f"rank {100 + rank} waited in vain while thing {rank};" in message for rank in range(38)
     )
-    # counts, writes, counts again; then two for each word.
+    # Count, write and count again; then two calls for each report.
     assert sum(store.calls.values()) == 3 + 2 * 40
 
 
-def test_a_rank_that_counted_and_did_not_write_hides_no_other() -> None:
+def test_a_rank_that_dies_before_its_report_does_not_hide_others() -> None:
     store, ranks = CountedStore(), (0, 1, 2)
     store.add("distca words", 1)  # then it died
     FailureMonitor(ranks, 1, 0.0, (store.link(),)).give_up("saving", RuntimeError())
-    message = gives_up(FailureMonitor(ranks, 2, 1.0, (store.link(),)))
+    message = give_up(FailureMonitor(ranks, 2, 1.0, (store.link(),)))
     assert "rank 0 is silent" in message
     assert "rank 1 waited in vain while saving" in message
 
 
-def cannot_connect(rank: int) -> str:
+def fail_to_connect(rank: int) -> str:
     with (
         patch.dict(os.environ, GLOO_SOCKET_IFNAME="none"),
         pytest.raises(DistCADesyncError) as caught,
@@ -212,31 +210,31 @@ def cannot_connect(rank: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_cannot_connect_are_told_of_the_interface(
+def test_the_error_of_a_failed_connection_names_gloo_socket_ifname(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    for message in rank_pool(2)(cannot_connect):
+    for message in rank_pool(2)(fail_to_connect):
         assert "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes" in message
 
 
 class SilentStore(CountedStore):
-    """A store on a node that is lost: no call of it ends."""
+    """The store of a lost node: no call returns."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: Event().wait(60)
 
 
-def test_a_store_that_no_longer_answers_keeps_nobody_waiting() -> None:
-    """TCP would wait a quarter of an hour."""
-    # 0.3 s for the words of others.
+def test_no_rank_waits_for_a_store_that_no_longer_answers() -> None:
+    """Without a limit, TCP would wait for a quarter of an hour."""
+    # Each waits 0.3 s for reports of others.
     watches = [FailureMonitor((0, 1), 1, 3.0, (SilentStore().link(),)) for _ in range(2)]
     started = time.monotonic()
-    assert "rank 0 is silent" in gives_up(watches[0])
-    assert watches[1].leave_after_others(), "nobody can know"
+    assert "rank 0 is silent" in give_up(watches[0])
+    assert watches[1].leave_after_others(), "no rank can know whether others wait"
     assert time.monotonic() - started < 3.0
 
 
-def receives_of_breaking(rank: int) -> int:
+def count_receives_of_break(rank: int) -> int:
     group = AttentionGroup.create(timeout_seconds=10)
     assert group.monitor is not None
     group.gather(np.array([1]), activity="testing")
@@ -249,16 +247,18 @@ def receives_of_breaking(rank: int) -> int:
     return irecv.call_count
 
 
-def test_breaking_connections_does_not_walk_the_ranks(rank_pool: Callable[[int], RankPool]) -> None:
-    assert rank_pool(4)(receives_of_breaking)[0] == 2  # one for each of two communicators
+def test_breaking_connections_takes_one_receive_per_communicator(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    assert rank_pool(4)(count_receives_of_break)[0] == 2  # one for each of two communicators
 
 
-# NCCL makes the communicator of a subset from that of a world which is bound to a device, and all
-# ranks of the world take part. This stand-in is gloo that does the same.
+# If the world is bound to a device, NCCL splits its communicator for a subset, and all ranks of the
+# world must take part. This stand-in does the same over gloo.
 SPLITTING = "splitting"
 
 
-def splitting_communicator(options: Any, _: object) -> Any:
+def make_splitting_communicator(options: Any, _: object) -> Any:
     if dist.GroupMember.WORLD.bound_device_id is not None:
         dist.all_reduce(torch.zeros(1))
     return dist.ProcessGroupGloo(
@@ -269,7 +269,7 @@ def splitting_communicator(options: Any, _: object) -> Any:
 def register_splitting() -> None:
     if not hasattr(dist.Backend, SPLITTING.upper()):
         dist.Backend.register_backend(
-            SPLITTING, splitting_communicator, extended_api=True, devices=["cpu", "cuda"]
+            SPLITTING, make_splitting_communicator, extended_api=True, devices=["cpu", "cuda"]
         )
 
 
@@ -283,16 +283,16 @@ def bound_world() -> Iterator[None]:
         world.bound_device_id = None
 
 
-def token(source: int, destination: int) -> None:
+def pass_token(source: int, destination: int) -> None:
     if dist.get_rank() == source:
         dist.send(torch.zeros(1), destination)
     if dist.get_rank() == destination:
         dist.recv(torch.zeros(1), source)
 
 
-def stages(rank: int, members: str) -> list[int]:
-    """Ranks 2 and 3 make their group after 0 and 1 have used theirs, as stages of a pipeline do
-    that wait for activations.
+def make_groups_by_stage(rank: int, members: str) -> list[int]:
+    """Make the group of ranks 2 and 3 after ranks 0 and 1 have used theirs, as in a pipeline whose
+    later stages wait for activations.
     """
     ranks = (0, 1) if rank < 2 else (2, 3)
     register_splitting()
@@ -302,7 +302,7 @@ def stages(rank: int, members: str) -> list[int]:
         if rank < 2:
             group = AttentionGroup.create(given, timeout_seconds=10)
             rows = group.gather(np.array([rank]), activity="testing")
-        token(0, 2), token(1, 3)
+        pass_token(0, 2), pass_token(1, 3)
         if rank >= 2:
             group = AttentionGroup.create(given, timeout_seconds=10)
             rows = group.gather(np.array([rank]), activity="testing")
@@ -318,18 +318,18 @@ def stages(rank: int, members: str) -> list[int]:
 
 
 @pytest.mark.parametrize("members", ["ranks", "process group"])
-def test_groups_of_a_device_bound_world_are_made_by_members(members: str) -> None:
-    pool = RankPool(4)  # of its own: if it fails, ranks hang
+def test_only_members_make_a_group_in_a_device_bound_world(members: str) -> None:
+    pool = RankPool(4)  # not shared: ranks hang if the test fails
     try:
-        assert pool(stages, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+        assert pool(make_groups_by_stage, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]
     finally:
         pool.close()
 
 
-def fails_late(rank: int) -> list[bool]:
+def fail_late(rank: int) -> list[bool]:
     first = AttentionGroup.find_or_create(timeout_seconds=20)
     again = AttentionGroup.find_or_create(timeout_seconds=20)
-    if rank == 1:  # the others ask for the group before they can know
+    if rank == 1:  # the others ask for the group before they can know of the failure
         time.sleep(0.5)
         with pytest.raises(ValueError, match="unlucky"), first.report_errors("testing"):
             raise ValueError("unlucky")
@@ -347,13 +347,11 @@ def fails_late(rank: int) -> list[bool]:
 def test_a_group_is_made_again_on_all_ranks_if_one_has_left_it(
     rank_pool: Callable[[int], RankPool], world: int
 ) -> None:
-    assert rank_pool(world)(fails_late) == [[True, False, False, True]] * world
+    assert rank_pool(world)(fail_late) == [[True, False, False, True]] * world
 
 
-def goes_on(rank: int) -> float:
-    """Seconds until a rank has its group, where the other one is late with the last step of making
-    it.
-    """
+def time_creation(rank: int) -> float:
+    """Return the seconds until this rank has its group, while rank 1 delays the last step."""
     make = group_module.make_communicator
 
     def late(
@@ -370,16 +368,14 @@ def goes_on(rank: int) -> float:
     return time.monotonic() - started
 
 
-def test_no_rank_goes_on_before_all_have_made_the_group(
+def test_no_rank_has_its_group_before_all_ranks_have_made_the_group(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
-    """One that did, and failed at once, would break its connections while others still connect to
-    it.
-    """
-    assert min(rank_pool(2)(goes_on)) >= 0.4
+    """A rank that returned early and failed would break connections while others connect."""
+    assert min(rank_pool(2)(time_creation)) >= 0.4
 
 
-def patient(rank: int) -> list[float]:
+def list_timeouts(rank: int) -> list[float]:
     groups = [
         AttentionGroup.find_or_create(),
         AttentionGroup.create(),
@@ -388,6 +384,8 @@ def patient(rank: int) -> list[float]:
     return [group.timeout_seconds for group in groups]
 
 
-def test_ranks_wait_as_long_as_their_world_does(rank_pool: Callable[[int], RankPool]) -> None:
+def test_default_timeout_is_that_of_the_world(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     world = dist.default_pg_timeout.total_seconds()
-    assert rank_pool(2)(patient) == [[world, world, 7]] * 2
+    assert rank_pool(2)(list_timeouts) == [[world, world, 7]] * 2

@@ -1,6 +1,4 @@
-"""Outputs that are kept for a recompute live only where one can come: a model takes no more memory
-than under sdpa.
-"""
+"""Outputs are kept only for a possible recompute: models take no more memory than under sdpa."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ SMALL = 256  # bytes of anchors and losses
 
 
 class Moved:
-    """A saved tensor that was moved away, as to the memory of a host."""
+    """A saved tensor that was moved away, for example to host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.values = tensor.dtype, tensor.detach().numpy().copy()
@@ -46,16 +44,16 @@ def offloaded_checkpoint(
         return checkpoint(partial(function, **kwargs), *args, use_reentrant=use_reentrant)
 
 
-def all_but_the_last_frozen(model: LlamaForCausalLM) -> None:
+def freeze_all_but_the_last_layer(model: LlamaForCausalLM) -> None:
     model.requires_grad_(False)
     model.model.layers[-1].requires_grad_(True)
 
 
-def trained_whole(model: LlamaForCausalLM) -> None:
-    """Nothing is to be changed."""
+def train_all_layers(model: LlamaForCausalLM) -> None:
+    """Change nothing."""
 
 
-def offloaded(model: LlamaForCausalLM, *, use_reentrant: bool) -> None:
+def offload(model: LlamaForCausalLM, *, use_reentrant: bool) -> None:
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     for layer in model.model.layers:
         layer._gradient_checkpointing_func = partial(
@@ -63,10 +61,10 @@ def offloaded(model: LlamaForCausalLM, *, use_reentrant: bool) -> None:
         )
 
 
-def live_bytes(
+def measure_live_bytes(
     implementation: str, switch: Callable[[LlamaForCausalLM], None], moved: bool
 ) -> tuple[int, int, list[float]]:
-    """Bytes alive after a forward, the most of them during it, and the norms of the gradients."""
+    """Return the bytes alive after a forward, their peak and the norms of the gradients."""
     model = tiny_llama(implementation, layers=LAYERS)
     switch(model)
     ids = torch.randint(0, 16, (1, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -83,25 +81,23 @@ def live_bytes(
     ("switch", "moved"),
     in_turn(
         [
-            pytest.param(all_but_the_last_frozen, False, id="frozen"),
-            pytest.param(trained_whole, True, id="offloading hooks"),
+            pytest.param(freeze_all_but_the_last_layer, False, id="frozen"),
+            pytest.param(train_all_layers, True, id="offloading hooks"),
+            pytest.param(partial(offload, use_reentrant=False), False, id="offloaded checkpoints"),
             pytest.param(
-                partial(offloaded, use_reentrant=False), False, id="offloaded checkpoints"
+                partial(offload, use_reentrant=True), False, id="offloaded checkpoints, reentrant"
             ),
-            pytest.param(
-                partial(offloaded, use_reentrant=True), False, id="offloaded checkpoints, reentrant"
-            ),
-            pytest.param(trained_whole, False, id="nothing"),
+            pytest.param(train_all_layers, False, id="nothing"),
         ],
         5,
     ),
 )
-def test_a_forward_leaves_as_much_as_under_sdpa(
+def test_a_forward_keeps_no_more_bytes_than_under_sdpa(
     switch: Callable[[LlamaForCausalLM], None], moved: bool
 ) -> None:
     hf_distca.configure()
-    alive, peak, norms = live_bytes("distca", switch, moved)
-    expected_alive, expected_peak, expected_norms = live_bytes("sdpa", switch, moved)
+    alive, peak, norms = measure_live_bytes("distca", switch, moved)
+    expected_alive, expected_peak, expected_norms = measure_live_bytes("sdpa", switch, moved)
     assert norms == pytest.approx(expected_norms, rel=1e-4)
     assert alive <= 1.02 * expected_alive + SMALL, (alive, expected_alive)
     assert peak <= 1.02 * expected_peak + SMALL, (peak, expected_peak)

@@ -1,10 +1,8 @@
-"""Core attention of 64 and 512 ranks in one process, with real values: plans of the scheduler
-itself against whole documents.
+"""The scheduler's plans for 64 and 512 ranks give the same attention as whole documents.
 
-Each rank is a thread, and messages go through memory. What a rank sends another has to be as long
-as what that one awaits, exchange by exchange, and every rank launches the same exchanges in the
-same order. Ranks that are threads share an interpreter, so this shows nothing of processes that
-start, die or wait for each other; tests with gloo do.
+Each rank is a thread of one process, and messages go through memory. In every exchange, a rank must
+send as many bytes as the receiver expects, and all ranks must launch the same exchanges in the same
+order. Threads cannot show how processes start, die or wait for each other; tests with gloo do.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from layer_exchanges import DIM, parts_of
-from test_core_attention import HEADS, KEY_HEADS, SCORES, compute_whole, document_tensors
+from layer_exchanges import DIM, make_parts
+from test_core_attention import HEADS, KEY_HEADS, SCORES, compute_whole, make_tensors
 
 from hf_distca.config import DistCAConfig
 from hf_distca.runtime.call import Inputs, LayerExchange
@@ -40,7 +38,7 @@ TILE, LONG, SECONDS = 16, 1024, 120.0
 
 @dataclass
 class Post:
-    """Messages of all ranks by exchange and sender: the bytes, and how many of them go to whom."""
+    """Messages by exchange and sender: the bytes, and how many of them go to each rank."""
 
     sent: dict[int, dict[int, tuple[torch.Tensor, Mapping[int, int]]]] = field(
         default_factory=lambda: defaultdict(dict)
@@ -51,7 +49,7 @@ class Post:
 
 @dataclass
 class Mailbox:
-    """The channel of a rank."""
+    """Stand in for a rank's `Channel`."""
 
     post: Post
     rank: int
@@ -66,7 +64,6 @@ class Mailbox:
         send_bytes: Mapping[int, int],
         purpose: str,
     ) -> SimpleNamespace:
-        """As `Channel.start`."""
         assert (len(received), len(sent)) == (sum(receive_bytes.values()), sum(send_bytes.values()))
         number, self.launched = self.launched, self.launched + 1
         with self.post.arrival:
@@ -76,7 +73,7 @@ class Mailbox:
         return SimpleNamespace(wait=partial(self.take, number, received, receive_bytes))
 
     def take(self, number: int, received: torch.Tensor, receive_bytes: Mapping[int, int]) -> None:
-        """Wait for the parts for this rank of what others sent, rank after rank."""
+        """Wait for all senders, then copy this rank's parts of their messages in rank order."""
         post, place = self.post, 0
         senders = [rank for rank, size in receive_bytes.items() if size]
         with post.arrival:
@@ -101,8 +98,8 @@ class World:
     documents: dict[int, list[torch.Tensor]]
     post: Post = field(default_factory=Post)
 
-    def rows(self, rank: int, part: int, given: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-        """A rank's rows of q, k, v, dO, or of what was computed, of all its documents."""
+    def pick_rows(self, rank: int, part: int, given: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        """Select a rank's rows of q, k, v or dO, or of one of the results."""
         segments = slice(self.layout.offsets[rank], self.layout.offsets[rank + 1])
         columns = (
             column[segments].tolist()
@@ -111,24 +108,22 @@ class World:
         pieces = [
             given[number][part][start:end] for number, start, end in zip(*columns, strict=True)
         ]
-        return torch.cat([document_tensors(0, 0)[part], *pieces])
+        return torch.cat([make_tensors(0, 0)[part], *pieces])
 
-    def computed(self, rank: int) -> list[torch.Tensor]:
-        """o, dq, dk and dv of a rank's tokens."""
-        leaves = [self.rows(rank, part, self.documents).requires_grad_() for part in range(3)]
+    def compute(self, rank: int) -> list[torch.Tensor]:
+        """Compute o, dq, dk and dv of a rank's tokens."""
+        leaves = [self.pick_rows(rank, part, self.documents).requires_grad_() for part in range(3)]
         group = AttentionGroup(
             tuple(range(self.layout.world_size)), rank, data=Mailbox(self.post, rank)
         )  # type: ignore[arg-type]
-        parts = parts_of(self.plan, rank, SCORES, group=group)
+        parts = make_parts(self.plan, rank, SCORES, group=group)
         out = compute_core_attention(Inputs(*leaves), LayerExchange(*parts))
-        out.backward(self.rows(rank, 3, self.documents))
+        out.backward(self.pick_rows(rank, 3, self.documents))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def world_of(ranks: int, way: str) -> World:
-    """Every 32nd rank has one long document, the others short ones; or the same documents are dealt
-    over ranks.
-    """
+def make_world(ranks: int, way: str) -> World:
+    """Give every 32nd rank a long document, others short ones; "dealt" deals them over ranks."""
     lengths = [[LONG] if rank % 32 == 0 else [40, 17, 7] for rank in range(ranks)]
     layout = Layout.from_lengths(lengths)
     cost = replace(CostModel.make_of_pairs(SHAPE), tile=TILE, exchange_bytes_per_second=1e11)
@@ -143,8 +138,7 @@ def world_of(ranks: int, way: str) -> World:
     sizes = np.zeros(int(layout.documents.max()) + 1, dtype=np.int64)
     np.maximum.at(sizes, layout.document, layout.end)
     documents = {
-        int(number): document_tensors(int(number), int(sizes[number]))
-        for number in layout.documents
+        int(number): make_tensors(int(number), int(sizes[number])) for number in layout.documents
     }
     return World(layout, plan, documents)
 
@@ -163,14 +157,14 @@ def world_of(ranks: int, way: str) -> World:
     ),
 )
 def test_plans_of_many_ranks_are_exact(ranks: int, way: str) -> None:
-    world = world_of(ranks, way)
+    world = make_world(ranks, way)
     assert world.plan.moved
     with ThreadPoolExecutor(ranks) as threads:
-        found = list(threads.map(world.computed, range(ranks)))
+        found = list(threads.map(world.compute, range(ranks)))
     whole = compute_whole(world.documents, SCORES)
     for rank, (o_THV, *grads) in enumerate(found):
-        for part, tensor in enumerate((*grads, o_THV)):
-            assert float((tensor - world.rows(rank, part, whole)).abs().sum()) < 1e-9, (rank, part)
+        for part, x in enumerate((*grads, o_THV)):
+            assert float((x - world.pick_rows(rank, part, whole)).abs().sum()) < 1e-9, (rank, part)
     assert {len(names) for names in world.post.names.values()} == {1}, (
         "every rank launches the same exchanges"
     )

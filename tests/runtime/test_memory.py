@@ -1,6 +1,4 @@
-"""What lives when: kept for backward, transient within a call, and left behind by calls that end
-early. Bytes are counted.
-"""
+"""Bytes that core attention keeps for backward, needs within a call, or leaks."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layer_exchanges import DIM, parts_of
-from test_core_attention import random_case
+from layer_exchanges import DIM, make_parts
+from test_core_attention import draw_case
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import ScoreOptions
@@ -30,7 +28,7 @@ from ranks import RankPool
 from turns import in_turn
 
 HEADS, KEY_HEADS = 2, 1
-# Anchors and gradients of anchors.
+# Bytes of anchors and their gradients.
 SMALL = 64
 LONG = 4096
 SKEWED = {
@@ -39,7 +37,7 @@ SKEWED = {
 }
 
 
-def shape_of(dtype: torch.dtype) -> AttentionShape:
+def make_shape(dtype: torch.dtype) -> AttentionShape:
     return AttentionShape(HEADS, KEY_HEADS, DIM, DIM, dtype.itemsize)
 
 
@@ -52,11 +50,11 @@ class Call:
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype) -> None:
         self.live = LiveBytes()
         scores = ScoreOptions(DIM**-0.5, plan.window)
-        self.route, self.group, server = parts_of(plan, rank, scores, dtype=dtype)
+        self.route, self.group, server = make_parts(plan, rank, scores, dtype=dtype)
         self.kernel, self.meter = OutsideKernel(server.kernel, self.live), server.meter
         self.server = replace(server, kernel=self.kernel)
-        self.estimate = count_transient_bytes(plan, TransientBytes.from_shape(shape_of(dtype)))
-        # Of its own: calls that ended early have left messages under other labels.
+        self.estimate = count_transient_bytes(plan, TransientBytes.from_shape(make_shape(dtype)))
+        # Unique: calls that ended early have left messages under other labels.
         self.label = f"call {next(_CALLS)}"
         rows, context = int(plan.layout.query_tokens[rank]), int(plan.layout.context_tokens[rank])
         generator = torch.Generator().manual_seed(rank)
@@ -76,7 +74,7 @@ class Call:
 
 
 def measure(rank: int, plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
-    """Bytes of a forward and a backward: kept after forward, and above what remains in either."""
+    """Measure the bytes kept for backward, and the peak above the bytes that remain."""
     call = Call(plan, rank, dtype)
     with call.live:
         out = call.forward()
@@ -87,7 +85,7 @@ def measure(rank: int, plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
         remains = call.live.settle(expected + SMALL + sum(grad.nbytes for grad in grads))
         backward = call.live.take_peak() - remains
         del out
-    # Sums of the rank's own key gradients are in float32 until they are done.
+    # The rank's own key gradients are float32 while they are summed.
     own = 0 if dtype.itemsize >= 4 else sum(2 * grad.nbytes for grad in grads[1:])
     return {
         "kept": kept,
@@ -98,23 +96,23 @@ def measure(rank: int, plan: Plan, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def balanced(lengths: list[list[int]], bound: int | None = None) -> Plan:
+def make_balanced_plan(lengths: list[list[int]], bound: int | None = None) -> Plan:
     config = DistCAConfig(tile=16, max_transient_bytes=bound)
     return balance(
-        Layout.from_lengths(lengths), CostModel.make_of_pairs(shape_of(torch.float32)), config
+        Layout.from_lengths(lengths), CostModel.make_of_pairs(make_shape(torch.float32)), config
     )
 
 
 @pytest.mark.parametrize("world", in_turn([2, 4], 2))
-def test_kept_memory_is_balanced_and_the_rest_bounded(
+def test_kept_bytes_are_balanced_and_transient_bytes_are_bounded(
     rank_pool: Callable[[int], RankPool], world: int
 ) -> None:
     pool = rank_pool(world)
     local = pool(measure, Plan.make_local(Layout.from_lengths(SKEWED[world])), torch.float32)
-    free = pool(measure, balanced(SKEWED[world]), torch.float32)
+    free = pool(measure, make_balanced_plan(SKEWED[world]), torch.float32)
     bound = max(result["transient"] for result in free) // 3
-    bounded = pool(measure, balanced(SKEWED[world], bound), torch.float32)
-    # o and the log-sum-exp; q, k and v were there before.
+    bounded = pool(measure, make_balanced_plan(SKEWED[world], bound), torch.float32)
+    # o and the log-sum-exp; q, k and v existed before.
     expected = LONG * (HEADS * DIM + HEADS) * 4
     for results in (local, free, bounded):
         kept = [result["kept"] for result in results]
@@ -126,7 +124,7 @@ def test_kept_memory_is_balanced_and_the_rest_bounded(
 
 
 @pytest.mark.parametrize("dtype", in_turn([torch.float32, torch.bfloat16], 2), ids=str)
-def test_no_plan_takes_more_than_is_estimated(
+def test_transient_bytes_do_not_exceed_the_estimate(
     rank_pool: Callable[[int], RankPool], dtype: torch.dtype
 ) -> None:
     pool = rank_pool(3)
@@ -137,7 +135,7 @@ def test_no_plan_takes_more_than_is_estimated(
         st.sampled_from([None, None, 9, 40]),
     )
     def check(random_: Any, window: int | None) -> None:
-        ranks, context, tasks = random_case(random_, 3)
+        ranks, context, tasks = draw_case(random_, 3)
         plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks, window)
         for result in pool(measure, plan, dtype):
             # Sections of messages are padded to 16 bytes.
@@ -169,8 +167,8 @@ def test_many_slices_of_a_document_take_one_copy_of_its_prefix(
         assert many["transient"] <= one["transient"] + 320 * HEADS * DIM * 4
 
 
-def bfloat16_sums(rank: int, plan: Plan) -> float:
-    """Largest error of dk and dv over the largest of them."""
+def measure_bfloat16_error(rank: int, plan: Plan) -> float:
+    """Return the larger of the relative errors of dk and dv."""
     rounded, exact = Call(plan, rank, torch.bfloat16), Call(plan, rank, torch.float64)
     with torch.no_grad():
         for leaf, source in zip(
@@ -188,17 +186,19 @@ def bfloat16_sums(rank: int, plan: Plan) -> float:
     )
 
 
-def test_gradients_of_copies_are_summed_in_float32(rank_pool: Callable[[int], RankPool]) -> None:
-    # Each slice on another rank than the one before: every key has a copy on all ranks.
+def test_gradients_of_copies_are_summed_in_float32(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    # Successive slices go to different ranks, so every key has a copy on all ranks.
     tasks = [CATask(0, a, a + 32, 0, (a // 32) % 4) for a in range(0, 1024, 32)]
     layout = Layout.from_lengths([[1024], [], [], []])
-    error = rank_pool(4)(bfloat16_sums, Plan.from_tasks(layout, tasks))
-    alone = rank_pool(4)(bfloat16_sums, Plan.make_local(layout))
-    # Copies are rounded before they travel, and so is the sum at the end; partial sums are not.
+    error = rank_pool(4)(measure_bfloat16_error, Plan.from_tasks(layout, tasks))
+    alone = rank_pool(4)(measure_bfloat16_error, Plan.make_local(layout))
+    # Each copy's gradient and the final sum are rounded to bfloat16; partial sums are not.
     assert max(error) < 1.5 * max(alone), (error, alone)
 
 
-def leaks(rank: int, plan: Plan) -> None:
+def drop_calls(rank: int, plan: Plan) -> None:
     call = Call(plan, rank, torch.float64)
     expected = call.grads(call.forward())
     with call.live:
@@ -214,7 +214,7 @@ def leaks(rank: int, plan: Plan) -> None:
                 torch.testing.assert_close(got, want)
             del got, grads
             assert call.live.settle(kept + SMALL) <= kept + SMALL, (
-                "backward leaves nothing beside the graph"
+                "backward leaves nothing but the graph"
             )
 
 
@@ -240,10 +240,10 @@ class Broken:
         return self.kernel.backward(*arguments)
 
 
-def failures(rank: int, plan: Plan) -> int:
+def fail_calls(rank: int, plan: Plan) -> int:
     call = Call(plan, rank, torch.float64)
     expected, server = call.grads(call.forward()), call.server
-    calls = 2  # of the kernel, in each direction: local tasks and those that arrived
+    calls = 2  # kernel calls in each direction: local tasks and arrived tasks
     with call.live:
         for number in range(1, 2 * calls + 1):
             call.server = replace(server, kernel=Broken(call.kernel, number))
@@ -255,7 +255,7 @@ def failures(rank: int, plan: Plan) -> int:
             except ArithmeticError:
                 pass
             else:
-                raise AssertionError("the kernel was to fail")
+                raise AssertionError("the kernel should have failed")
             assert call.live.settle(before) <= before, f"failure at kernel call {number}"
             del out
             assert call.live.settle() == 0
@@ -266,10 +266,10 @@ def failures(rank: int, plan: Plan) -> int:
     return calls
 
 
-@pytest.mark.parametrize("function", [leaks, pytest.param(failures, marks=pytest.mark.slow)])
-def test_calls_that_end_early_leave_nothing(
+@pytest.mark.parametrize("function", [drop_calls, pytest.param(fail_calls, marks=pytest.mark.slow)])
+def test_calls_that_end_early_leave_no_bytes(
     rank_pool: Callable[[int], RankPool], function: Callable[..., Any]
 ) -> None:
-    plan = balanced([[640], [64] * 10])
+    plan = make_balanced_plan([[640], [64] * 10])
     assert plan.moved
     rank_pool(2)(function, plan)

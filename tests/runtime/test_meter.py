@@ -23,13 +23,13 @@ def device() -> Iterator[Device]:
 
 
 def run(meter: Meter, device: Device, *seconds: float) -> None:
-    """Kernel calls of these lengths, with a second of something else before each."""
+    """Run kernel calls of these lengths, each after one second of other work."""
     for one in seconds:
         device.launch(1.0)
-        time_of(meter, device, "server", one)
+        record_span(meter, device, "server", one)
 
 
-def time_of(meter: Meter, device: Device, name: str, seconds: float) -> None:
+def record_span(meter: Meter, device: Device, name: str, seconds: float) -> None:
     begin = get_clock(CUDA)()
     device.launch(seconds)
     meter.span(name, begin, get_clock(CUDA)())
@@ -44,7 +44,7 @@ def test_seconds_on_the_cpu_are_known_at_once() -> None:
     assert part.seconds == whole.seconds > 0
 
 
-def test_seconds_are_those_of_finished_calls_and_nobody_waits(device: Device) -> None:
+def test_seconds_count_finished_calls_without_waiting_for_others(device: Device) -> None:
     meter = Meter()
     run(meter, device, 2.0, 3.0, 4.0)
     assert (meter.seconds, meter.is_finished) == (0.0, False)
@@ -55,8 +55,8 @@ def test_seconds_are_those_of_finished_calls_and_nobody_waits(device: Device) ->
     assert device.waits == []
 
 
-def test_parts_and_the_whole_tell_their_own(device: Device) -> None:
-    """In whatever order they are read, and whether they still exist."""
+def test_a_part_counts_its_own_calls_and_the_whole_counts_all(device: Device) -> None:
+    """This holds for any order of reads, and for parts that no longer exist."""
     whole = Meter()
     first, second = Meter(whole), Meter(whole)
     run(first, device, 2.0)
@@ -72,7 +72,7 @@ def test_parts_and_the_whole_tell_their_own(device: Device) -> None:
     assert device.events == 0
 
 
-def test_events_do_not_pile_up_where_nobody_reads(device: Device) -> None:
+def test_events_do_not_pile_up_if_seconds_are_never_read(device: Device) -> None:
     whole = Meter()
     for _ in range(200):
         run(Meter(whole), device, *[0.5] * 8)
@@ -82,12 +82,10 @@ def test_events_do_not_pile_up_where_nobody_reads(device: Device) -> None:
     assert whole.seconds == 200 * 8 * 0.5
 
 
-def test_events_are_bounded_where_the_device_does_not_keep_up(
+def test_events_are_bounded_if_the_device_does_not_keep_up(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host waits for the oldest call alone, with the device busy for all others; no second is
-    lost.
-    """
+    """The host waits only for the oldest call while the device runs the others."""
     monkeypatch.setattr(meters, "_MOST_RUNNING", 10)
     whole = Meter()
     run(Meter(whole), device, *[0.5] * 100)
@@ -98,11 +96,11 @@ def test_events_are_bounded_where_the_device_does_not_keep_up(
     assert whole.seconds == 100 * 0.5
 
 
-def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
+def test_exchange_seconds_are_separate_from_kernel_seconds(device: Device) -> None:
     whole = Meter()
     part = Meter(whole)
     for name in ("pack", "wait", "unpack"):
-        time_of(part, device, name, 1.0)
+        record_span(part, device, name, 1.0)
     run(part, device, 2.0)
     assert (part.exchange_seconds, part.is_finished) == (0.0, False)
     device.finish()
@@ -117,7 +115,7 @@ def test_exchanges_are_timed_beside_kernels(device: Device) -> None:
 
 
 class Kernel:
-    """One that computes nothing, or raises."""
+    """Compute nothing; raise without tasks."""
 
     def forward(self, pools: Operands, tasks: TaskBatch, scores: ScoreOptions) -> Outputs:
         if not len(tasks):
@@ -129,7 +127,6 @@ class Kernel:
 
 
 def test_kernel_calls_that_raise_are_counted_but_not_timed() -> None:
-    """Kernel calls are counted by direction and not timed if they raise."""
     meter, x = Meter(), torch.empty(1, 1, 1)
     server = AttentionServer(Kernel(), ScoreOptions(1.0), meter)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):

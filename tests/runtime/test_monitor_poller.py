@@ -1,4 +1,4 @@
-"""What a rank shows of others that have left, also while it waits in somebody else's collective."""
+"""What a rank prints when others leave, also while it waits in a collective of other code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT = 60.0
 
 
 class NcclLink:
-    """A communicator whose connections only `abort` breaks."""
+    """Imitate a communicator whose connections only `abort` breaks."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store, self.aborted = store, 0
@@ -44,7 +44,7 @@ class NcclLink:
         self.aborted += 1
 
 
-def watches(ranks: int) -> tuple[list[FailureMonitor], list[NcclLink]]:
+def make_monitors(ranks: int) -> tuple[list[FailureMonitor], list[NcclLink]]:
     store = dist.PrefixStore(
         "a group", dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     )
@@ -53,17 +53,17 @@ def watches(ranks: int) -> tuple[list[FailureMonitor], list[NcclLink]]:
     return [FailureMonitor(every, rank, 1.0, (link,)) for rank, link in enumerate(links)], links  # type: ignore[arg-type]
 
 
-def raises(monitor: FailureMonitor) -> None:
+def raise_in_attention(monitor: FailureMonitor) -> None:
     with pytest.raises(MemoryError), monitor.report_errors("computing layer 3 of micro-batch 7"):
         raise MemoryError("no room")
 
 
-def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(
+def test_the_first_failure_is_printed_once_and_aborts_nccl(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (first, second, third), links = watches(3)
+    (first, second, third), links = make_monitors(3)
     assert [monitor.poll() for monitor in (first, second, third)] == [True] * 3
-    raises(second)
+    raise_in_attention(second)
     assert [monitor.poll() for monitor in (first, second, third)] == [False] * 3
     line = (
         "hf_distca: rank 1 has left the attention group of ranks (0, 1, 2): it raised MemoryError"
@@ -73,8 +73,10 @@ def test_first_word_is_shown_once_and_wakes_waiters_over_nccl(
     assert [link.aborted for link in links] == [1, 1, 1]
 
 
-def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
-    (first, second, third), links = watches(3)
+def test_ranks_that_end_well_print_and_abort_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (first, second, third), links = make_monitors(3)
     first.announce_exit(None)
     second.announce_exit(None)
     assert not third.poll()
@@ -82,9 +84,11 @@ def test_a_rank_that_ends_well_is_no_news(capsys: pytest.CaptureFixture[str]) ->
     assert [link.aborted for link in links] == [0, 0, 0]
 
 
-def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> None:
-    (first, second, third), _ = watches(3)
-    raises(second)
+def test_a_failure_is_printed_if_other_ranks_end_well(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (first, second, third), _ = make_monitors(3)
+    raise_in_attention(second)
     first.announce_exit(None)
     assert not third.poll()
     assert "rank 1 has left" in capsys.readouterr().err
@@ -93,18 +97,20 @@ def test_a_word_goes_before_a_farewell(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "word", [b"no rank's", b"", b"1", b"99 gone", b"9" * 5000 + b" x", b"\xff\xfe 1"]
 )
-def test_a_word_that_no_rank_wrote_is_none(word: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    """A store takes what anybody writes: a rank's own word still comes through."""
-    (first, second), links = watches(2)
+def test_malformed_reports_are_ignored(word: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any process can write to the store; a rank's real report is still printed."""
+    (first, second), links = make_monitors(2)
     links[0].store.set("distca word 1", word)
     assert first.poll()
-    raises(second)
+    raise_in_attention(second)
     assert not first.poll()
     assert "rank 1 has left" in capsys.readouterr().err
 
 
-def test_words_are_shown_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    (first, second), _ = watches(2)
+def test_failure_texts_contain_no_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (first, second), _ = make_monitors(2)
     second.leave("said \x1b[2J\x9b31m\u202e\x00, and\nmore of \u00e9")
     assert not first.poll()
     assert first.first_failure.removeprefix("rank 1 ") in capsys.readouterr().err
@@ -116,7 +122,7 @@ def keep_stderr(rank: int, folder: Path) -> None:
 
 
 def reduce_in_vain(rank: int, folder: Path, ended: Connection) -> None:
-    """Rank 1 fails in attention and stays, while rank 0 waits in a reduction of somebody else's."""
+    """Let rank 1 fail and stay alive while rank 0 waits in a reduction of other code."""
     keep_stderr(rank, folder)
     join_world(rank, 2, folder / "store")
     group = AttentionGroup.find_or_create(timeout_seconds=30)
@@ -138,7 +144,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_a_rank_that_waits_elsewhere_shows_why_others_left() -> None:
+def test_a_rank_in_a_foreign_collective_prints_why_others_left() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, (ours, theirs) = Path(name), Pipe()
         processes = [forks.start(reduce_in_vain, rank, folder, theirs) for rank in (0, 1)]
@@ -150,7 +156,7 @@ def test_a_rank_that_waits_elsewhere_shows_why_others_left() -> None:
                 == "hf_distca: rank 1 has left the attention group of ranks (0, 1): it raised"
                 " ZeroDivisionError while computing layer 0 of micro-batch 1: 1 / 0\n"
             )
-            assert processes[1].is_alive(), "shown at once, not when the other process has ended"
+            assert processes[1].is_alive(), "printed before the other process has ended"
         finally:
             for process in processes:
                 process.kill()
@@ -201,7 +207,7 @@ def fail_and_clean_up(_: AttentionGroup) -> None:
         dist.destroy_process_group()
 
 
-# Ways to leave while rank 0 waits, and what it is told.
+# Ways to leave while rank 0 waits, and the text that rank 0 gets.
 WAYS = [
     (reported(SystemExit(3)), "raised SystemExit while computing layer 0: 3"),
     (reported(KeyboardInterrupt()), "raised KeyboardInterrupt while computing layer 0"),
@@ -236,20 +242,20 @@ def leave(rank: int, folder: Path) -> None:
     started = time.monotonic()
     with pytest.raises(DistCADesyncError) as error:
         group.gather(row, activity="planning micro-batch 2")
-    (folder / "told").write_text(f"{time.monotonic() - started < 20} {error.value}")
+    (folder / "message").write_text(f"{time.monotonic() - started < 20} {error.value}")
 
 
-def test_every_way_out_is_told(tmp_path: Path) -> None:
-    ended(*(forks.start(leave, rank, tmp_path) for rank in range(1 + len(WAYS))))
-    told = (tmp_path / "told").read_text()
-    assert "True rank 0 was planning micro-batch 2 when a connection among ranks" in told
+def test_the_error_names_every_way_to_leave(tmp_path: Path) -> None:
+    join_all(*(forks.start(leave, rank, tmp_path) for rank in range(1 + len(WAYS))))
+    message = (tmp_path / "message").read_text()
+    assert "True rank 0 was planning micro-batch 2 when a connection among ranks" in message
     for rank, (_, text) in enumerate(WAYS, start=1):
-        assert f"rank {rank} {text}" in told
-    assert len(told) < 4000
+        assert f"rank {rank} {text}" in message
+    assert len(message) < 4000
 
 
 def reduce_alone(rank: int, folder: Path) -> None:
-    """The others leave while rank 0 is in a reduction of somebody else's."""
+    """Let ranks 1 and 2 leave while rank 0 waits in a reduction of other code."""
     keep_stderr(rank, folder)
     join_world(rank, 3, folder / "store")
     AttentionGroup.find_or_create(timeout_seconds=30)
@@ -260,17 +266,17 @@ def reduce_alone(rank: int, folder: Path) -> None:
         os._exit(9)
 
 
-def test_who_left_is_named_where_a_foreign_collective_fails(tmp_path: Path) -> None:
-    ended(*(forks.start(reduce_alone, rank, tmp_path) for rank in range(3)))
-    said = (tmp_path / "stderr of rank 0").read_text()
+def test_ranks_that_left_are_printed_if_a_foreign_collective_fails(tmp_path: Path) -> None:
+    join_all(*(forks.start(reduce_alone, rank, tmp_path) for rank in range(3)))
+    printed = (tmp_path / "stderr of rank 0").read_text()
     assert (
         "hf_distca: before rank 0 ended: rank 1 has closed its connection without a word: look at"
-        " its log; rank 2 has ended: its script was over, or called sys.exit\n" in said
+        " its log; rank 2 has ended: its script was over, or called sys.exit\n" in printed
     )
 
 
-def ended(*processes: Any) -> list[int | None]:
-    """Exit codes of processes, once they have ended."""
+def join_all(*processes: Any) -> list[int | None]:
+    """Wait for processes and return their exit codes."""
     for process in processes:
         process.join(LIMIT)
     codes = [process.exitcode for process in processes]
@@ -286,13 +292,13 @@ def end_in_turn(rank: int, port: int, folder: Path) -> None:
     time.sleep(1.5 * rank)
 
 
-def test_ranks_that_end_one_after_the_other_say_nothing(tmp_path: Path) -> None:
-    """Also where the store ends with the process of rank 0."""
+def test_ranks_that_end_one_after_the_other_print_nothing(tmp_path: Path) -> None:
+    """The store ends with the process of rank 0."""
     port = free_port()
-    assert ended(*(forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1))) == [0, 0]
-    said = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]
-    # Where Triton is installed, it lists at the end of a process what its bindings leak.
-    assert [text.split("nanobind: leaked")[0] for text in said] == ["", ""]
+    assert join_all(*(forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1))) == [0, 0]
+    printed = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]
+    # If Triton is installed, it lists leaks of its bindings when a process ends.
+    assert [text.split("nanobind: leaked")[0] for text in printed] == ["", ""]
 
 
 def free_port() -> int:

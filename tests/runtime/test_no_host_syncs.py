@@ -1,10 +1,9 @@
-"""That no layer makes the host wait: nothing between q, k, v and their gradients reads a tensor, on
-any way that rows can take.
+"""No layer makes the host wait: core attention and its backward read no tensor.
 
-The mode is around `compute_core_attention` and its backward: packing, both exchanges, the server
-with its pools, the kernel's own host code, sums of gradients. Plans and routes were made before,
-once for all layers. What is inside the operation of a kernel is the device's, and so is not looked
-at; tests of kernels on a GPU are in tests/kernels/test_cuda_kernels.py.
+`NoHostSyncs` watches `compute_core_attention` and its backward: packing, both exchanges, the server
+with its pools, the kernel's host code and sums of gradients. Plans and routes are made before. The
+operation inside a kernel runs on the device and is not watched; tests/kernels/test_cuda_kernels.py
+tests kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_exchanges import DIM, parts_of
+from layer_exchanges import DIM, make_parts
 from torch.utils.checkpoint import checkpoint
 
 from hf_distca.kernels import KernelRequest, ScoreOptions, select_kernel
@@ -32,9 +31,9 @@ HEADS, KEY_HEADS = 4, 2
 
 
 class Op:
-    """A varlen op of zeros: what it would compute is not the matter."""
+    """Return zeros: values do not matter here."""
 
-    takes_gaps, width_multiple = True, 8  # as those for GPUs
+    takes_gaps, width_multiple = True, 8  # as in the ops for GPUs
 
     def forward(self, pools: Operands, sequences: Sequences, scores: ScoreOptions) -> Outputs:
         q_THD = pools.q_THD
@@ -67,17 +66,15 @@ LAYOUTS: dict[str, tuple[Any, list[int], Any]] = {
 }
 
 
-def layer(
+def run_layer(
     rank: int, layout: str, name: str, scores: ScoreOptions, reentrant: bool | None
 ) -> tuple[int, int]:
-    """A layer forward and backward with everything that reads forbidden. Returns operations and
-    exchanges.
-    """
+    """Run a layer where reading a tensor raises; return counts of operations and exchanges."""
     rows, context, tasks = LAYOUTS[layout]
     plan = Plan.from_tasks(
         Layout.from_segments(rows, context), [CATask(*task) for task in tasks], scores.window
     )
-    # What runs around every kernel for GPUs, or a kernel of a CPU.
+    # The code around every kernel for GPUs, or a CPU kernel.
     kernel = (
         VarlenKernel(Op())
         if name == "varlen"
@@ -85,7 +82,7 @@ def layer(
             name, KernelRequest(torch.device("cpu"), torch.float32, DIM, DIM, scores)
         )
     )
-    parts = parts_of(plan, rank, scores, kernel=kernel)
+    parts = make_parts(plan, rank, scores, kernel=kernel)
     module, store = torch.nn.Identity(), OutputStore()
     keys = sum(length for *_, length in rows[rank])
     before = sum(length for *_, length in rows[rank][: context[rank]])
@@ -132,6 +129,6 @@ def test_no_layer_reads_a_tensor(
     scores: ScoreOptions,
     reentrant: bool | None,
 ) -> None:
-    (operations, exchanges), (_, others) = rank_pool(2)(layer, layout, name, scores, reentrant)
-    assert operations > 20, "the mode saw nothing of it"
+    (operations, exchanges), (_, others) = rank_pool(2)(run_layer, layout, name, scores, reentrant)
+    assert operations > 20, "the mode saw no operations"
     assert exchanges == others == (0 if layout == "nothing moved" else 4)

@@ -1,6 +1,4 @@
-"""Nodes are found, from what launchers set and from host names, and found to be the same on all
-ranks.
-"""
+"""Nodes are found from variables of launchers and host names; all ranks find the same."""
 
 from __future__ import annotations
 
@@ -24,40 +22,46 @@ from ranks import RankPool
         ([7, 7, 9, 9], 2),
         ([7, 7, 7, 7], 4),
         ([7, 8, 9], 1),
-        ([5, 5, 5, 2], None),  # more on one node
-        ([5, 2, 5, 2], None),  # in turns
+        ([5, 5, 5, 2], None),  # nodes of different sizes
+        ([5, 2, 5, 2], None),  # interleaved
         ([5, 5, 2, 2, 5, 5], None),
         ([3], 1),
     ],
 )
-def test_nodes_are_equally_many_neighbours(nodes: list[int], expected: int | None) -> None:
+def test_nodes_must_have_equal_sizes_and_consecutive_ranks(
+    nodes: list[int], expected: int | None
+) -> None:
     assert find_ranks_per_node(nodes) == expected
 
 
-def test_what_tells_nodes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_number_comes_from_launcher_or_host_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     here = find_node_number()
     assert 0 <= here < 2**56
-    # torchrun and accelerate launch with several ranks a node.
+    # torchrun and accelerate start several ranks per node.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     numbers = []
     for node in ("0", "0", "1"):
         monkeypatch.setenv("GROUP_RANK", node)
         numbers.append(find_node_number())
     assert numbers[0] == numbers[1] != numbers[2]
-    # A launcher for each rank, as some start torchrun once for every GPU.
+    # One launcher per rank: some start torchrun once for every GPU.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert find_node_number() == here
     with patch.object(socket, "gethostname", return_value="another"):
         assert find_node_number() != here
 
 
-def found(rank: int, nodes: list[int], members: tuple[int, ...]) -> tuple[int | None, list[str]]:
-    """What a rank finds where launchers number nodes so, and what it says."""
-    said: list[str] = []
+def find_nodes(
+    rank: int, nodes: list[int], members: tuple[int, ...]
+) -> tuple[int | None, list[str]]:
+    """Return the ranks per node that a rank finds, and its log messages."""
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("hf_distca")
     log.addHandler(handler)
     try:
@@ -66,7 +70,7 @@ def found(rank: int, nodes: list[int], members: tuple[int, ...]) -> tuple[int | 
                 return None, []
             return AttentionGroup.create(
                 Members(members, "gloo"), timeout_seconds=30
-            ).per_node, said
+            ).per_node, logged
     finally:
         log.removeHandler(handler)
 
@@ -83,26 +87,26 @@ def found(rank: int, nodes: list[int], members: tuple[int, ...]) -> tuple[int | 
 def test_ranks_of_a_group_find_their_nodes(
     rank_pool: Callable[[int], RankPool], nodes: list[int], members: tuple[int, ...], expected: int
 ) -> None:
-    for rank, (per_node, said) in enumerate(rank_pool(4)(found, nodes, members)):
+    for rank, (per_node, logged) in enumerate(rank_pool(4)(find_nodes, nodes, members)):
         assert per_node == (expected if rank in members else None)
-        assert not said
+        assert not logged
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 0, 1]], ids=["uneven", "interleaved"])
-def test_other_orders_of_nodes_are_one_level_which_is_said_once(
+def test_uneven_or_interleaved_nodes_are_ignored_and_logged_once(
     rank_pool: Callable[[int], RankPool], nodes: list[int]
 ) -> None:
-    (first, said), *others = rank_pool(4)(found, nodes, (0, 1, 2, 3))
+    (first, logged), *others = rank_pool(4)(find_nodes, nodes, (0, 1, 2, 3))
     assert first is None
     assert others == [(None, [])] * 3
-    assert len(said) == 1
+    assert len(logged) == 1
     assert (
         "4 ranks share attention on 2 nodes, but nodes differ in size or their ranks do not follow"
-        in said[0]
+        in logged[0]
     )
 
 
-def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
+def find_group_of_size(rank: int, size: int) -> tuple[tuple[int, ...], int]:
     group = AttentionGroup.find_or_create(timeout_seconds=30, size=size)
     assert AttentionGroup.find_or_create(timeout_seconds=30, size=size) is group
     return group.ranks, group.rank
@@ -112,23 +116,26 @@ def in_parts(rank: int, size: int) -> tuple[tuple[int, ...], int]:
     ("size", "expected"),
     [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1)] * 2 + [(2, 3)] * 2), (4, [(0, 1, 2, 3)] * 4)],
 )
-def test_ranks_are_cut_into_groups(
+def test_group_size_cuts_ranks_into_consecutive_groups(
     rank_pool: Callable[[int], RankPool], size: int, expected: list[tuple[int, ...]]
 ) -> None:
-    assert rank_pool(4)(in_parts, size) == [
+    assert rank_pool(4)(find_group_of_size, size) == [
         (ranks, ranks.index(rank)) for rank, ranks in enumerate(expected)
     ]
 
 
-def refused(rank: int) -> str:
+def fail_to_divide(rank: int) -> str:
     with pytest.raises(ConfigError) as caught:
         AttentionGroup.find_or_create(timeout_seconds=30, size=3)
     return str(caught.value)
 
 
-def test_groups_are_equally_large(rank_pool: Callable[[int], RankPool]) -> None:
+def test_group_size_must_divide_the_number_of_ranks(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert all(
-        "group_size=3 does not divide the 4 ranks" in message for message in rank_pool(4)(refused)
+        "group_size=3 does not divide the 4 ranks" in message
+        for message in rank_pool(4)(fail_to_divide)
     )
 
 
@@ -136,7 +143,7 @@ def test_groups_are_equally_large(rank_pool: Callable[[int], RankPool]) -> None:
     ("launched", "ranks", "expected"),
     [("8", 64, 8), ("8", 4, 4), ("8", 12, None), ("2", 2, 2), (None, 8, None), ("x", 8, None)],
 )
-def test_what_a_launcher_says_of_nodes(
+def test_ranks_per_node_follow_local_world_size(
     monkeypatch: pytest.MonkeyPatch, launched: str | None, ranks: int, expected: int | None
 ) -> None:
     if launched is None:

@@ -12,7 +12,7 @@ from hf_distca.runtime.messages import MessageLayout, RowRun, Rows, pack
 
 
 class Copies(TorchDispatchMode):
-    """Dtypes of the results of copies."""
+    """Record the dtypes of copies' results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,14 @@ class Copies(TorchDispatchMode):
         (torch.float32, 3, 1, torch.int32),
         (torch.bfloat16, 3, 0, torch.int16),
         (torch.uint8, 5, 1, torch.uint8),
-        # A row of one word, which a reshape would leave where it lies.
+        # One word per row, for which a reshape would return a view.
         (torch.float64, 1, 0, torch.int64),
     ],
     ids=str,
 )
-def test_rows_of_head_groups(dtype: torch.dtype, width: int, first: int, word: torch.dtype) -> None:
+def test_rows_are_copied_in_the_widest_words_that_fit(
+    dtype: torch.dtype, width: int, first: int, word: torch.dtype
+) -> None:
     rows = torch.randint(0, 100, (12, width)).to(dtype)
     form = MessageLayout.from_parts(
         [(Rows((RowRun(1, first, 3, step=3),), {}), dtype, torch.Size([width]))]

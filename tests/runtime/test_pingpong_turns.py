@@ -30,7 +30,7 @@ def walk(name: str, steps: int, seen: list[str]) -> str:
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (3, 1), (1, 3)])
-def test_halves_take_turns(first: int, second: int) -> None:
+def test_nano_batches_take_turns(first: int, second: int) -> None:
     seen: list[str] = []
     halves = partial(walk, "a", first, seen), partial(walk, "b", second, seen)
     assert run_nano_batches(*halves, "cpu") == ("a", "b")
@@ -44,11 +44,11 @@ def test_halves_take_turns(first: int, second: int) -> None:
     assert seen == expected
 
 
-def test_elsewhere_taking_turns_does_nothing() -> None:
+def test_a_yield_outside_of_nano_batches_does_nothing() -> None:
     yield_to_other_nano_batch()
 
 
-def test_each_half_has_its_modes_and_the_callers_context() -> None:
+def test_each_nano_batch_has_its_own_modes_and_the_callers_context() -> None:
     VARIABLE.set("the caller's")
 
     def half() -> list[object]:
@@ -72,9 +72,9 @@ def test_each_half_has_its_modes_and_the_callers_context() -> None:
     assert seen() == [True, False, True]
 
 
-def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
-    """As activation checkpointing sets them, nested and around attention; those of the caller are
-    under them all the time.
+def test_each_nano_batch_has_its_own_hooks_on_saved_tensors() -> None:
+    """Hooks are nested and around attention, as with activation checkpointing. The hooks of the
+    caller stay below them.
     """
     packed: list[str] = []
 
@@ -107,7 +107,7 @@ def test_each_half_has_its_own_hooks_on_saved_tensors() -> None:
     assert packed == ["the caller's"] * 2 + both + ["the caller's"] * 3
 
 
-def test_a_half_that_forbids_hooks_forbids_them_to_itself() -> None:
+def test_a_nano_batch_that_disables_hooks_affects_no_other() -> None:
     def allowed() -> bool:
         return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
@@ -128,7 +128,7 @@ def test_a_half_that_forbids_hooks_forbids_them_to_itself() -> None:
     assert allowed()
 
 
-def test_parts_of_a_layer_that_checkpoint() -> None:
+def test_checkpointed_parts_of_a_layer_are_found() -> None:
     layer = torch.nn.Module()
     layer.attention, layer.mlp, layer.norm = (torch.nn.Linear(2, 2) for _ in range(3))
     assert find_checkpointed_parts(layer) == []
@@ -141,7 +141,7 @@ def test_parts_of_a_layer_that_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
+def test_an_error_in_one_nano_batch_unwinds_the_other(failing: int) -> None:
     unwound: list[int] = []
 
     def half(place: int) -> None:
@@ -162,10 +162,8 @@ def test_an_error_in_one_half_unwinds_the_other(failing: int) -> None:
     assert torch.is_grad_enabled()
 
 
-def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
-    """One half raises while the other waits where activations are checkpointed, both inside the
-    caller's hooks or not.
-    """
+def fail_during_a_checkpoint(failing: int, inside: bool) -> None:
+    """Raise in one nano-batch while the other checkpoints, inside the caller's hooks or not."""
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -189,21 +187,17 @@ def fail_beside_a_checkpoint(failing: int, inside: bool) -> None:
             run_nano_batches(partial(half, 0), partial(half, 1), "cpu")
         before = len(packed)
         torch.ones((), requires_grad=True).exp()
-        assert len(packed) == before + int(inside), (
-            "the hooks of the caller are in force again, and no others"
-        )
+        assert len(packed) == before + int(inside), "only the caller's hooks are active again"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def fail_in_all_ways() -> None:
     for failing, inside in product((0, 1), (False, True)):
-        fail_beside_a_checkpoint(failing, inside)
+        fail_during_a_checkpoint(failing, inside)
 
 
-def test_an_error_beside_a_checkpoint() -> None:
-    """In a process of its own: a context that takes hooks off a stack that is not its own may end
-    the process.
-    """
+def test_an_error_during_a_checkpoint_restores_the_callers_hooks() -> None:
+    """This runs in another process: removing hooks from the wrong stack may end the process."""
     process = forks.start(fail_in_all_ways)
     process.join(60)
     assert process.exitcode == 0

@@ -1,4 +1,4 @@
-"""Relays change nothing but the way that keys travel."""
+"""Relays change only the path of keys: results and received bytes stay the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from some_relays import some_relays
+from some_relays import draw_relays
 from test_core_attention import (
     KEY_HEADS,
     SCORES,
@@ -18,11 +18,11 @@ from test_core_attention import (
     Segments,
     Tasks,
     check_exact,
-    random_case,
+    draw_case,
+    draw_head_groups,
+    list_home_tasks,
     run_plan,
     run_untagged,
-    split_case,
-    whole_tasks,
 )
 
 from hf_distca.runtime.route import Route
@@ -36,10 +36,10 @@ from ranks import RankPool
 COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2))
 
 
-def relayed_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks, Plan]:
-    ranks, context, tasks = random_case(random_, world)
+def draw_relay_case(random_: random.Random, world: int) -> tuple[Segments, list[int], Tasks, Plan]:
+    ranks, context, tasks = draw_case(random_, world)
     plan = Plan.from_tasks(Layout.from_segments(ranks, context), tasks)
-    return ranks, context, tasks, replace(plan, relays=some_relays(random_, plan))
+    return ranks, context, tasks, replace(plan, relays=draw_relays(random_, plan))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_random_relays_are_exact(
     pool = rank_pool(world)
     relayed = 0
     for seed in range(12 if world > 2 else 4):
-        ranks, context, tasks, plan = relayed_case(random.Random(seed), world)
+        ranks, context, tasks, plan = draw_relay_case(random.Random(seed), world)
         results = pool(run, ranks, context, tasks, SCORES, True, plan.relays)
         check_exact(results, (seed, plan.relays))
         more = plan.relays is not None
@@ -73,11 +73,11 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
     pool, relayed = rank_pool(world), 0
     for seed in range(12):
         random_ = random.Random(seed)
-        ranks, _, _ = random_case(random_, world)
-        split, tasks = split_case(random_, world, whole_tasks(ranks))
+        ranks, _, _ = draw_case(random_, world)
+        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
         layout = Layout.from_segments(ranks)
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
-        relays = some_relays(random_, Plan.from_tasks(layout, tasks))
+        relays = draw_relays(random_, Plan.from_tasks(layout, tasks))
         results = pool(run_plan, ranks, [0] * world, tasks, SCORES, False, relays, split)
         check_exact(results, (seed, relays))
         relayed += relays is not None
@@ -87,7 +87,7 @@ def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], w
 @settings(max_examples=75, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 6))
 def test_relayed_routes_send_the_planned_load(random_: random.Random, world: int) -> None:
-    *_, plan = relayed_case(random_, world)
+    *_, plan = draw_relay_case(random_, world)
     if plan.relays is None:
         return
     of_ranks = [Route.build(plan, rank).pooled for rank in range(world)]
@@ -103,4 +103,4 @@ def test_relayed_routes_send_the_planned_load(random_: random.Random, world: int
             pooled.keys.send.get(r, 0) + pooled.relay.keys.send.get(r, 0) for r in range(world)
         ]
     plain = PlanLoad(replace(plan, relays=None), COST).key_tokens
-    assert received == plain[1].tolist(), "nobody receives more"
+    assert received == plain[1].tolist(), "no rank receives more"

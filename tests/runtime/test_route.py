@@ -1,4 +1,4 @@
-"""Routes of all ranks of a plan fit together, and bring every task what it needs."""
+"""The routes of a plan's ranks fit together and bring each task its queries and keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from some_relays import some_relays
-from test_core_attention import KEY_HEADS, random_case, split_case, whole_tasks
+from some_relays import draw_relays
+from test_core_attention import KEY_HEADS, draw_case, draw_head_groups, list_home_tasks
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
@@ -30,12 +30,12 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
     pooled = Route.build(Plan.from_tasks(layout, tasks), 1).pooled
     assert pooled.key_pool.rows == sum(pooled.keys.receive.values()) == 80
     assert (pooled.tasks.key_start, pooled.tasks.key_length) == ((0, 0), (40, 80))
-    assert pooled.is_single_message, "rows of one source are used as they come"
+    assert pooled.is_single_message, "rows of one source are used without a copy"
 
 
 @pytest.mark.parametrize("lengths", [[], [7], [5, 1, 7]])
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(
+def test_route_for_whole_documents_equals_that_of_a_local_plan(
     lengths: list[int], window: int | None
 ) -> None:
     alone, planned = (
@@ -55,7 +55,7 @@ def test_the_route_alone_is_that_of_the_plan_that_moves_nothing(
     )
 
 
-def test_neighbouring_tasks_become_one() -> None:
+def test_adjacent_tasks_of_a_server_become_one() -> None:
     layout = Layout.from_lengths([[100], []])
     tasks = [CATask(0, 0, 40, 0, 0), CATask(0, 40, 70, 0, 1), CATask(0, 70, 100, 0, 1)]
     route = Route.build(Plan.from_tasks(layout, tasks), 1)
@@ -74,10 +74,8 @@ def test_local_plan_is_one_batch_of_whole_documents_in_order(rank: int) -> None:
 Rows = npt.NDArray[np.int64]
 
 
-def own_rows(layout: Layout, rank: int, context: bool) -> Rows:
-    """(document, position, head group) of the rows of a rank, of its queries or with `context` of
-    its keys.
-    """
+def list_rows(layout: Layout, rank: int, context: bool) -> Rows:
+    """List a rank's query rows, or with `context` key rows, as (document, position, head group)."""
     rows: list[tuple[int, int, int]] = []
     for at, segment in enumerate(layout.list_segments(rank)):
         document, group = (
@@ -95,11 +93,11 @@ def own_rows(layout: Layout, rank: int, context: bool) -> Rows:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def exchanged(rows: list[runtime.Rows], own: list[Rows]) -> list[list[Rows]]:
-    """What every rank gets of the others, one section for each that sends any."""
+def exchange_rows(rows: list[runtime.Rows], own: list[Rows]) -> list[list[Rows]]:
+    """Return the rows that each rank receives, one section per sender."""
     sent = [
         {
-            to: np.concatenate([cut(own[a], *run[1:]) for run in runs])
+            to: np.concatenate([take(own[a], *run[1:]) for run in runs])
             for to, runs in one.runs_by_rank.items()
         }
         for a, one in enumerate(rows)
@@ -110,33 +108,33 @@ def exchanged(rows: list[runtime.Rows], own: list[Rows]) -> list[list[Rows]]:
     return [[sent[a][rank] for a in one.receive] for rank, one in enumerate(rows)]
 
 
-def cut(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
+def take(rows: Rows, start: int, count: int, step: int = 1) -> Rows:
     return rows[start : start + count * step : step][:count]
 
 
 def make_pool(pieces: Iterable[RowRun], own: Rows, sections: list[Rows]) -> Rows:
     parts = [
-        cut(own if piece.peer == OWN else sections[piece.peer], *piece[1:]) for piece in pieces
+        take(own if piece.peer == OWN else sections[piece.peer], *piece[1:]) for piece in pieces
     ]
     return np.concatenate([own[:0], *parts])
 
 
-def check_pooled(
+def check_pooled_tasks(
     plan: Plan, of_ranks: list[PooledTasks], queries: list[Rows], keys: list[Rows]
 ) -> list[Rows]:
-    """That every task finds its keys on its server, and every key comes once; the query rows that
+    """Check that each task finds its keys and no key comes twice; return the query rows that
     servers compute.
     """
     came, got = (
-        exchanged([w.queries for w in of_ranks], queries),
-        exchanged([w.keys for w in of_ranks], keys),
+        exchange_rows([w.queries for w in of_ranks], queries),
+        exchange_rows([w.keys for w in of_ranks], keys),
     )
     if of_ranks[0].relay is not None:
         passed = [
             make_pool(w.relay.forwarded.pieces, own, sections)
             for w, own, sections in zip(of_ranks, keys, got, strict=True)
         ]
-        more = exchanged([w.relay.keys for w in of_ranks], passed)
+        more = exchange_rows([w.relay.keys for w in of_ranks], passed)
         got = [first + second for first, second in zip(got, more, strict=True)]
     computed = []
     for rank, pooled in enumerate(of_ranks):
@@ -151,14 +149,14 @@ def check_pooled(
         back += (
             []
             if pooled.relay is None
-            else [cut(pool, *run[1:3]) for run in pooled.relay.way_back.runs]
+            else [take(pool, *run[1:3]) for run in pooled.relay.way_back.runs]
         )
         assert (
             np.concatenate([pool[:0], *back]).tolist()
             == np.concatenate([pool[:0], *got[rank]]).tolist()
         )
         if pooled.relay is not None:
-            parts = [cut(pool, *copy[2:]) for copy in pooled.relay.places]
+            parts = [take(pool, *copy[2:]) for copy in pooled.relay.places]
             assert np.concatenate([pool[:0], *parts]).tolist() == passed[rank].tolist()
     return computed
 
@@ -183,27 +181,27 @@ def check_batch(plan: Plan, tasks: TaskBatch, query: Rows, pool: Rows) -> None:
     st.integers(1, 6),
     st.sampled_from([None, None, None, 1, 9, 40, "relays", "relays", "groups", "groups"]),
 )
-def test_every_task_finds_its_keys(
+def test_every_task_finds_its_keys_and_every_query_is_computed_once(
     random_: random.Random, world: int, kind: int | str | None
 ) -> None:
-    """Rows travel as numbers: windows, relays, head groups."""
-    ranks, context, tasks = random_case(random_, world)
+    """Rows travel as (document, position, head group)."""
+    ranks, context, tasks = draw_case(random_, world)
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
     if kind == "groups":
-        split, tasks = split_case(random_, world, whole_tasks(ranks))
+        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
     if isinstance(kind, str):
-        plan = plan.with_relays(some_relays(random_, plan))
+        plan = plan.with_relays(draw_relays(random_, plan))
     routes = [Route.build(plan, rank) for rank in range(world)]
     queries, keys = (
-        [own_rows(layout, rank, context) for rank in range(world)] for context in (False, True)
+        [list_rows(layout, rank, context) for rank in range(world)] for context in (False, True)
     )
-    received = check_pooled(plan, [route.pooled for route in routes], queries, keys)
+    received = check_pooled_tasks(plan, [route.pooled for route in routes], queries, keys)
     computed = [rows.tolist() for rows in received]
     for rank, route in enumerate(routes):
         if route.local_pooled is not None:
-            kept = [cut(queries[rank], *c[2:]) for c in route.local_pooled.query_pool.own_copies]
+            kept = [take(queries[rank], *c[2:]) for c in route.local_pooled.query_pool.own_copies]
             computed[rank] += np.concatenate(kept).tolist()
             check_batch(
                 plan,

@@ -1,18 +1,17 @@
-"""Gradients are the same to the last bit, whenever messages come, whatever fresh memory holds and
-however inputs lie.
+"""Results are bitwise equal for any timing of messages, content of fresh memory and strides.
 
-Two layers on random plans, and upstream gradients that are random: the gradient of a sum is one
-number everywhere, and rows that change places are not seen. What each condition finds was tried by
-changes of the source, each of which makes a test here fail:
+Two layers run on random plans. Upstream gradients are random, too: those of a sum are all 1, which
+would hide rows that change places. Each condition was tried with changes of the source, and each of
+these changes makes a test fail:
 
-- late: a wait that is left out (`Transfer.wait` returns at once; `Call.collect` uses what has not
-  come), a buffer that is used again while its message may still travel (`launch` packs into memory
-  of the exchange before).
+- late: a missing wait (`Transfer.wait` returns at once; `Call.collect` uses rows before they come),
+  or a buffer that is reused while its message may still travel (`launch` packs into memory of the
+  exchange before).
 - jitter: sums in the order of arrival (`add_rows` takes sections in any order), which three ranks
   show and two cannot.
-- poisoned: a buffer of which not all is written, or that is summed into without zeros
+- poisoned: a buffer that is not wholly written, or that is summed into without zeros
   (`KeyRelay.add_copies` with `new_empty`).
-- strided: rows that are taken to lie one after another (`compute_core_attention`, or backward of
+- strided: rows that are wrongly taken as contiguous (`compute_core_attention`, or backward of
   `_Return`, without `contiguous`).
 """
 
@@ -30,15 +29,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from layer_exchanges import DIM, parts_of
-from some_relays import some_relays
+from layer_exchanges import DIM, make_parts
+from some_relays import draw_relays
 from test_core_attention import (
     HEADS,
     KEY_HEADS,
     SCORES,
-    random_case,
-    split_case,
-    whole_tasks,
+    draw_case,
+    draw_head_groups,
+    list_home_tasks,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -55,19 +54,19 @@ WAYS = ("plain", "relays", "head groups", "ping-pong", "ping-pong with relays")
 REPEATS = 4
 
 
-def some_plan(random_: random.Random, way: str, world: int) -> Plan:
-    """A plan that moves something, without context: with relays or head groups, as the way says."""
+def draw_plan(random_: random.Random, way: str, world: int) -> Plan:
+    """Draw a plan without context that moves something; `way` asks for relays or head groups."""
     while True:
-        ranks, context, tasks = random_case(random_, world)
+        ranks, context, tasks = draw_case(random_, world)
         if any(context):
             continue
         layout = Layout.from_segments(ranks)
         if way == "head groups":
-            split, tasks = split_case(random_, world, whole_tasks(ranks))
+            split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
             layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         plan = Plan.from_tasks(layout, tasks)
         if "relays" in way:
-            plan = replace(plan, relays=some_relays(random_, plan))
+            plan = replace(plan, relays=draw_relays(random_, plan))
         if (
             plan.moved
             and ("relays" not in way or plan.relays is not None)
@@ -77,7 +76,7 @@ def some_plan(random_: random.Random, way: str, world: int) -> Plan:
 
 
 class Poisoned(TorchDispatchMode):
-    """Fresh memory holds NaN, in whatever dtype it is read: all of its bits are 1."""
+    """Set all bits of fresh memory to 1, which is NaN in every floating dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +101,12 @@ class Poisoned(TorchDispatchMode):
 def poisoned() -> Iterator[None]:
     with Poisoned() as mode:
         yield
-    assert mode.filled, "nothing was filled"
+    assert mode.filled, "no memory was filled"
 
 
 @contextmanager
 def jitter(rank: int, repeat: int) -> Iterator[None]:
-    """Each rank comes to each launch and each wait at a time of its own."""
+    """Delay each launch and each wait of a rank by a random time."""
     random_, start, wait = random.Random(1000 * rank + repeat), Channel.start, Transfer.wait
 
     def late_start(*args: Any, **options: Any) -> Transfer:
@@ -125,11 +124,9 @@ def jitter(rank: int, repeat: int) -> Iterator[None]:
 
 
 class LateWork:
-    """Messages that are read from the sender, and written at the receiver, as late as can be: when
-    they are waited for.
+    """Read and write messages as late as possible: when they are waited for.
 
-    Ranks launch and wait in the same order, so each wait finds the other ranks' messages of the
-    same exchange.
+    Ranks launch and wait in the same order, so all ranks then exchange the same messages.
     """
 
     def __init__(self, exchange: Callable[[], object]) -> None:
@@ -141,9 +138,7 @@ class LateWork:
 
 @contextmanager
 def late() -> Iterator[None]:
-    """Until an exchange is waited for, what it receives is NaN, and what it sends is read
-    afterwards only.
-    """
+    """Fill what an exchange receives with NaN until its wait, and read what it sends only then."""
 
     def start(
         channel: Channel,
@@ -169,34 +164,34 @@ def late() -> Iterator[None]:
 
 
 def strided(x_THD: torch.Tensor) -> torch.Tensor:
-    """The same values, heads before rows in memory."""
+    """Return the same values with heads before rows in memory."""
     return x_THD.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 class Stack:
-    """Two layers; in ping-pong, of two nano-batches, each with plans of its own."""
+    """Two layers with one plan, or in ping-pong with one plan per nano-batch."""
 
     def __init__(self, rank: int, world: int, way: str, seed: int) -> None:
         random_ = random.Random(seed)
         self.rank = rank
         self.plans = [
-            some_plan(random_, way, world) for _ in range(1 + way.startswith("ping-pong"))
+            draw_plan(random_, way, world) for _ in range(1 + way.startswith("ping-pong"))
         ]
         self.seed = seed
 
-    def computed(
+    def compute(
         self, lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
     ) -> list[torch.Tensor]:
-        """Outputs, and gradients of what the layers are given."""
+        """Return the outputs and the gradients of the inputs."""
         random_ = torch.Generator().manual_seed(100 * self.seed + self.rank)
         leaves, upstream, halves = [], [], []
         for plan in self.plans:
             tokens = int(plan.layout.query_tokens[self.rank])
-            # q of all heads, k and v; v of one head that all share, expanded.
+            # q of all heads, k of all key heads, and one head of v, expanded to all.
             x = torch.randn(tokens, HEADS + KEY_HEADS + 1, DIM, generator=random_).requires_grad_()
             leaves.append(x)
             upstream.append(lay_out(torch.randn(tokens, HEADS, DIM, generator=random_)))
-            halves.append((x, parts_of(plan, self.rank, SCORES, dtype=torch.float32)))
+            halves.append((x, make_parts(plan, self.rank, SCORES, dtype=torch.float32)))
 
         def layers(x: torch.Tensor, parts: tuple[Any, ...]) -> torch.Tensor:
             q, k, v = x[:, :HEADS], x[:, HEADS:-1], x[:, -1:].expand(-1, KEY_HEADS, -1)
@@ -218,12 +213,12 @@ class Stack:
         ]
 
 
-def differing(rank: int, world: int, way: str, seeds: range) -> list[str]:
-    """Conditions under which anything differs from what was found at first."""
+def list_differing_conditions(rank: int, world: int, way: str, seeds: range) -> list[str]:
+    """List the conditions under which a result differs from the first run."""
     found = []
     for seed in seeds:
         stack = Stack(rank, world, way, seed)
-        expected = stack.computed(torch.Tensor.contiguous)
+        expected = stack.compute(torch.Tensor.contiguous)
         assert all(bool(x.isfinite().all()) for x in expected)
         conditions: dict[str, Any] = {
             f"jitter {repeat}": jitter(rank, repeat) for repeat in range(REPEATS)
@@ -239,7 +234,7 @@ def differing(rank: int, world: int, way: str, seeds: range) -> list[str]:
                 lay_out = {"as given": lambda x: x, "strided": strided}.get(
                     name, torch.Tensor.contiguous
                 )
-                results = stack.computed(lay_out)
+                results = stack.compute(lay_out)
             if not all(itertools.starmap(torch.equal, zip(expected, results, strict=True))):
                 found.append(f"seed {seed}: {name}")
     return found
@@ -248,7 +243,7 @@ def differing(rank: int, world: int, way: str, seeds: range) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "way"), in_turn(itertools.product((2, 3), WAYS), 99, [(3, "relays")])
 )
-def test_gradients_are_the_same_to_the_last_bit(
+def test_results_are_bitwise_equal_under_all_conditions(
     rank_pool: Callable[[int], RankPool], world: int, way: str
 ) -> None:
-    assert rank_pool(world)(differing, world, way, range(3)) == [[]] * world
+    assert rank_pool(world)(list_differing_conditions, world, way, range(3)) == [[]] * world

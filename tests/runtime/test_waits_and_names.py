@@ -1,6 +1,4 @@
-"""Limits of waits, tags of messages, names of communicators and looks at the store, where a rank
-alone is not what counts.
-"""
+"""Limits of waits, tags of messages, names of communicators and polls of the store."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ SECONDS = 1.0
 
 
 def exchange_late(rank: int) -> tuple[list[int], bool]:
-    """Rank 0 launches, is busy for longer than ranks wait, and waits then; rank 1 comes a little
-    later.
+    """Exchange bytes: rank 0 is busy for longer than the timeout before it waits, and rank 1
+    launches later still.
     """
     group = AttentionGroup.create(timeout_seconds=SECONDS)
     assert group.data is not None
@@ -45,15 +43,12 @@ def exchange_late(rank: int) -> tuple[list[int], bool]:
 
 
 def make_again(rank: int) -> int:
-    """A communicator that rank 0 made and rank 1 did not, for it failed there; and then the next
-    one. Who is in that one?
-    """
+    """Make a communicator that fails on rank 1, then the next; return the sum over its ranks."""
     tried: list[str] = []
 
     def made(_: Any, __: Any, ___: Any, name: str, ____: Any) -> Any:
         tried.append(name)
-        # Rank 0 has begun before rank 1 fails: else it would begin with the next name, and fail,
-        # too.
+        # Rank 0 must begin before rank 1 fails; else it takes the next name and fails, too.
         dist.barrier()
         if rank:
             raise RuntimeError("lost connection")
@@ -77,13 +72,13 @@ def make_again(rank: int) -> int:
     return int(number)
 
 
-def test_a_wait_is_as_long_as_it_may_be_however_late_it_begins(
+def test_a_wait_that_begins_late_has_its_full_timeout(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     assert rank_pool(2)(exchange_late, timeout=30.0) == [([2, 2], True), ([1, 1], True)]
 
 
-def test_ranks_take_a_new_name_where_some_failed_to_make_a_group(
+def test_ranks_take_a_new_group_name_after_some_failed_to_make_one(
     rank_pool: Callable[[int], RankPool],
 ) -> None:
     assert rank_pool(2)(make_again, timeout=30.0) == [3, 3]
@@ -110,10 +105,10 @@ def test_no_message_has_the_tag_that_breaks_connections(
     ("ranks", "world", "seconds"),
     [(2, 2, 0.25), (512, 4096, 2.0), (1024, 1024, 0.5), (2, None, 0.25)],
 )
-def test_all_ranks_of_a_world_look_at_one_store(
+def test_the_poll_pause_grows_with_the_ranks_of_the_world(
     monkeypatch: pytest.MonkeyPatch, ranks: int, world: int | None, seconds: float
 ) -> None:
-    """However small their groups are: together they ask at most 2,048 times a second."""
+    """All groups of a world share one store, which they poll at most 2,048 times a second."""
     monkeypatch.setattr(dist, "is_initialized", lambda: world is not None)
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     link: Any = SimpleNamespace(get_group_store=dist.HashStore)

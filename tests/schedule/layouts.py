@@ -1,6 +1,4 @@
-"""Random layouts: documents of all lengths, whole, in consecutive parts, or head and tail; some
-with context. Random plans. Costs, and the load of the plan for a layout.
-"""
+"""Random layouts and plans, cost models, and the load of the plan for a layout."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ PAIRS, CPU, CUDA = (
     CostModel.make_analytic(SHAPE, device_type="cpu"),
     CostModel.make_analytic(SHAPE, device_type="cuda"),
 )
-# What a micro-batch of long documents looks like, where tiles are fine against a fair share.
+# A micro-batch of long documents: a tile is small against the mean work of a rank.
 LONG = [
     [65536],
     [4096] * 16,
@@ -38,28 +36,26 @@ LONG = [
 ]
 PLACEMENTS = Path(__file__).parents[2] / "benchmarks" / "placements"
 SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
-ALIKE = Ranks()
+EQUAL_RANKS = Ranks()
 
 Rows = list[list[tuple[int, int, int]]]
 
 
-def load_of(
-    layout: Layout, cost: CostModel, config: DistCAConfig = SERIAL, ranks: Ranks = ALIKE
+def make_load(
+    layout: Layout, cost: CostModel, config: DistCAConfig = SERIAL, ranks: Ranks = EQUAL_RANKS
 ) -> PlanLoad:
-    """The load of the plan for a layout, in which ping-pong hides exchanges."""
+    """Plan a layout, and compute the load; with ping-pong, compute hides exchanges."""
     plan = balance(layout, cost, config, ranks)
     return PlanLoad(plan, cost, overlapped=config.ping_pong, ranks=ranks)
 
 
-def local_load(layout: Layout, cost: CostModel) -> PlanLoad:
-    """The load where nothing moves."""
+def make_local_load(layout: Layout, cost: CostModel) -> PlanLoad:
+    """Compute the load of the plan that moves nothing."""
     return PlanLoad(Plan.make_local(layout, cost.window), cost)
 
 
 def deal(world_size: int, documents: list[tuple[int, int, int, str]]) -> Layout:
-    """Deal (length, first rank, parts, way) rows; the parts of a document go to consecutive
-    ranks.
-    """
+    """Put the parts of each (length, first rank, parts, way) document on consecutive ranks."""
     ranks: Rows = [[] for _ in range(world_size)]
     for number, (length, first, parts, way) in enumerate(documents):
         count = 2 * parts if way == "head and tail" else parts
@@ -92,7 +88,7 @@ def layouts(draw: st.DrawFn, *, longest: int = 20_000, ranks: int = 9) -> Layout
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any cut of any layout, on any servers, with any window or none."""
+    """Cut any layout into tasks on any servers, with any window or none."""
     layout = draw(layouts(longest=60, ranks=5))
     tasks = []
     for rank in range(layout.world_size):

@@ -1,4 +1,4 @@
-"""Plans of any batch: what holds for all of them, and how close they come to the earliest end."""
+"""Plans of any batch: they obey all settings, and end close to the earliest possible end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import CPU, CUDA, PAIRS, SERIAL, SHAPE, layouts, load_of, local_load
+from layouts import CPU, CUDA, PAIRS, SERIAL, SHAPE, layouts, make_load, make_local_load
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -45,25 +45,24 @@ COSTS = st.builds(
 
 
 @st.composite
-def ranks_of(draw: st.DrawFn, count: int) -> Ranks:
-    """Speeds and nodes; nodes divide the ranks."""
+def draw_ranks(draw: st.DrawFn, count: int) -> Ranks:
+    """Draw speeds, and a node size that divides the number of ranks."""
     size = draw(st.sampled_from([None, *(n for n in range(1, count + 1) if count % n == 0)]))
     speeds = st.sampled_from([0.5, 0.9, 1.0, 1.0, 1.3])
     unequal = draw(st.one_of(st.none(), st.lists(speeds, min_size=count, max_size=count)))
     return Ranks.from_speeds(unequal, size)
 
 
-# EXAMPLES=3000 for a longer search.
+# Set EXAMPLES=3000 for a longer search.
 @settings(max_examples=int(os.environ.get("EXAMPLES", "580")), deadline=None)
 @given(st.data(), layouts(), CONFIGS, COSTS)
-def test_any_batch(
+def test_any_plan_computes_each_query_once_and_gains_or_moves_nothing(
     data: st.DataObject, layout: Layout, config: DistCAConfig, cost: CostModel
 ) -> None:
-    """A plan computes every query once (`Plan` checks it), on ranks that may serve, within the
-    bound, and ends earlier than moving nothing, or moves nothing. A window as long as all documents
-    is none.
+    """`Plan` checks that every query is computed once. A window as long as all documents changes
+    nothing.
     """
-    ranks = data.draw(ranks_of(layout.world_size))
+    ranks = data.draw(draw_ranks(layout.world_size))
     plan = balance(layout, cost, config, ranks)
     local = Plan.make_local(layout, plan.window)
     before, after = (
@@ -87,13 +86,15 @@ def test_any_batch(
     cut = plan.end < plan.layout.end[plan.segment]
     assert (plan.end[cut] % config.tile == 0).all(), "documents are cut on tiles"
     followed = cut[:-1]
-    assert (plan.server[:-1] != plan.server[1:])[followed].all(), "neighbours on one server are one"
+    assert (plan.server[:-1] != plan.server[1:])[followed].all(), "adjacent tasks have two servers"
     assert balance(layout, cost, config, ranks).digest == plan.digest
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.sampled_from([1e9, 4e10]), st.booleans())
-def test_about_as_early_as_node_by_node(data: st.DataObject, rate: float, hidden: bool) -> None:
+def test_plan_ends_at_most_15_percent_after_nodes_planned_alone(
+    data: st.DataObject, rate: float, hidden: bool
+) -> None:
     nodes, size = data.draw(st.integers(2, 3)), data.draw(st.integers(1, 3))
     lengths = st.lists(st.integers(1, 20_000), max_size=3)
     count = nodes * size
@@ -101,19 +102,19 @@ def test_about_as_early_as_node_by_node(data: st.DataObject, rate: float, hidden
     cost = replace(CUDA, exchange_bytes_per_second=rate)
     config = DistCAConfig(ping_pong=hidden, min_gain=0.0)
     ranks = Ranks(per_node=size)
-    end = load_of(Layout.from_lengths(rows), cost, config, ranks).slowest_seconds
+    end = make_load(Layout.from_lengths(rows), cost, config, ranks).slowest_seconds
     fast = replace(cost, exchange_bytes_per_second=cost.node_bytes_per_second)
     alone = 0.0
     for node in range(nodes):
         of_node = Layout.from_lengths(rows[node * size : (node + 1) * size])
-        alone = max(alone, load_of(of_node, fast, config).slowest_seconds)
-    # Moves inside nodes are tried with splits by heads and a T of all ranks, so a node that plans
-    # alone may end a little earlier: 8 % in the worst of 1,500 draws.
+        alone = max(alone, make_load(of_node, fast, config).slowest_seconds)
+    # All ranks share one T, so a node that plans alone may end a little earlier: in the worst of
+    # 1,500 draws by 8 %.
     assert end <= alone * 1.15
 
 
 def find_earliest(layout: Layout, cost: CostModel, tile: int) -> float:
-    """The earliest end of all plans that cut documents on tiles: each is made and weighed."""
+    """Compute the end of every plan that cuts documents on tiles, and return the earliest."""
     cells = [
         (number, start, min(start + tile, length), home)
         for number, length, home in zip(
@@ -138,13 +139,12 @@ def find_earliest(layout: Layout, cost: CostModel, tile: int) -> float:
     st.sampled_from([2e5, 1e7, float("inf")]),
 )
 @example([[4], []], 2e5)
-def test_close_to_the_earliest_end(rows: list[list[int]], rate: float) -> None:
-    """At most 3 % after the earliest end of all plans, but for a tile."""
+def test_plan_ends_near_the_earliest_end_of_all_plans(rows: list[list[int]], rate: float) -> None:
     tile = 128
     layout = Layout.from_lengths([[tile * n for n in row] for row in rows])
     cost = replace(PAIRS, exchange_bytes_per_second=rate * 1e3)
     config = DistCAConfig(tile=tile, tolerance=0.0, min_gain=0.0, head_groups=1)
-    found = load_of(layout, cost, config).slowest_seconds
+    found = make_load(layout, cost, config).slowest_seconds
     most = float(cost.estimate_seconds(tile, layout.longest)[0])
     assert found <= 1.03 * find_earliest(layout, cost, tile) + most
 
@@ -155,22 +155,21 @@ def test_close_to_the_earliest_end(rows: list[list[int]], rate: float) -> None:
     st.integers(2, 300),
     st.integers(1, 200),
 )
-def test_rows_that_take_so_many_seconds(
+def test_solve_rows_inverts_the_estimate_of_seconds(
     model: CostModel, window: int | None, tiles: int, taken: int
 ) -> None:
-    """Solving for the rows of a tail inverts the estimate of its seconds, in whole tiles."""
     cost = MarginalCost.from_cost_model(replace(model, window=window))
     end = tiles * 128
     rows = min(taken * 128, end)
     seconds = estimate_slice_seconds(cost, 0.25, end - rows, end)
     fixed = cost.task + 0.25 * cost.key * min(end, cost.window - 1)
-    # Compiled, it can be called by compiled functions alone.
+    # Only compiled functions can call the compiled solve_rows.
     solve = getattr(solve_rows, "py_func", solve_rows)
     solved = solve(cost, 0.25, end, seconds - fixed, 0.0)
     assert solved == pytest.approx(rows, rel=1e-6, abs=1.0) or solved == 1e18
 
 
-def test_a_bound_limits_what_moves() -> None:
+def test_max_transient_bytes_limits_the_bytes_of_a_plan() -> None:
     layout = Layout.from_lengths([[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192]])
     bound = 8192 * LEAST
     ends = []
@@ -184,8 +183,8 @@ def test_a_bound_limits_what_moves() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 300])
-def test_a_bound_holds_where_rows_need_a_window_of_keys_each(window: int) -> None:
-    """Several tails of a document for one server, the later ones before the earlier."""
+def test_byte_bound_holds_for_several_tails_of_a_windowed_document(window: int) -> None:
+    """One server gets several tails of a document, later tails before earlier ones."""
     layout = Layout.from_segments(
         [[*((n, 0, 1) for n in range(6)), (6, 0, 1399), (6, 1399, 1400)], [], []]
     )
@@ -194,7 +193,7 @@ def test_a_bound_holds_where_rows_need_a_window_of_keys_each(window: int) -> Non
     assert count_transient_bytes(plan, EACH).max() <= 2**26
 
 
-def test_a_bound_holds_where_documents_are_as_long_as_the_window() -> None:
+def test_byte_bound_holds_for_documents_as_long_as_the_window() -> None:
     layout = Layout.from_lengths([[1, 1, 1, 1, 2], [], []])
     config = DistCAConfig(
         tolerance=0.0, min_gain=0.0, tile=1, head_groups=1, max_transient_bytes=LEAST
@@ -203,8 +202,8 @@ def test_a_bound_holds_where_documents_are_as_long_as_the_window() -> None:
     assert count_transient_bytes(plan, EACH).max() <= LEAST
 
 
-def test_a_bound_holds_where_a_server_gets_tails_of_two_pieces() -> None:
-    """With a window, the tail of the second piece needs other keys than that of the first."""
+def test_byte_bound_holds_if_a_server_gets_tails_of_two_pieces() -> None:
+    """With a window, the tail of the second piece needs other keys than the tail of the first."""
     layout = Layout.from_segments(
         [
             [(0, 0, 6149), (0, 6149, 6150), (1, 0, 2), (1, 13, 3)],
@@ -221,28 +220,28 @@ def test_a_bound_holds_where_a_server_gets_tails_of_two_pieces() -> None:
 
 @pytest.mark.parametrize("ranks", [64, 512])
 @pytest.mark.parametrize("longest", [2**18, 2**20])
-def test_one_long_document_is_sent_by_its_home_once(ranks: int, longest: int) -> None:
+def test_home_sends_the_keys_of_one_long_document_about_once(ranks: int, longest: int) -> None:
     layout = Layout.from_lengths([[longest], *([[8192] * (longest // 65536)] * (ranks - 1))])
-    load, local = load_of(layout, CUDA), local_load(layout, CUDA)
+    load, local = make_load(layout, CUDA), make_local_load(layout, CUDA)
     assert load.slowest_seconds < 0.15 * local.slowest_seconds
     assert load.key_tokens[0, 0] <= 1.01 * longest
 
 
 @pytest.mark.parametrize("tolerance", [0.002, 0.01, 0.05])
 @pytest.mark.parametrize("cost", MODELS, ids=lambda cost: cost.name)
-def test_no_rank_ends_after_the_tolerance(cost: CostModel, tolerance: float) -> None:
+def test_every_rank_ends_within_tolerance_of_the_mean(cost: CostModel, tolerance: float) -> None:
     layout = Layout.from_lengths(
         [[65536], [4096] * 16, [1024] * 64, [32768, 16384, 8192, 8192], [65535, 1], [3, 65533]]
     )
-    load = load_of(layout, cost, DistCAConfig(tolerance=tolerance, ping_pong=True))
-    mean = local_load(layout, cost).compute_seconds.mean()
+    load = make_load(layout, cost, DistCAConfig(tolerance=tolerance, ping_pong=True))
+    mean = make_local_load(layout, cost).compute_seconds.mean()
     assert load.slowest_seconds <= (1 + 1.5 * tolerance) * mean * 1.002
 
 
-def test_a_key_leaves_its_home_once_for_all_other_nodes() -> None:
+def test_home_sends_each_key_to_other_nodes_at_most_once() -> None:
     layout = Layout.from_lengths([[65536]] + [[512] * 8] * 7)
     ranks = Ranks(per_node=2)
-    load = load_of(layout, CUDA, SERIAL, ranks)
+    load = make_load(layout, CUDA, SERIAL, ranks)
     plan = load.plan
     assert plan.relays is not None
     assert (
@@ -250,4 +249,4 @@ def test_a_key_leaves_its_home_once_for_all_other_nodes() -> None:
     )
     far = load.traffic.source // 2 != load.traffic.server // 2
     sent = load.traffic.key_tokens[far & (load.traffic.source == 0)].sum()
-    assert sent <= 65536, "its home sends a key to other nodes at most once"
+    assert sent <= 65536, "the home sends a key to other nodes at most once"

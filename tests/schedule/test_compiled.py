@@ -1,6 +1,4 @@
-"""Plans and shares of them do not depend on whether anything is compiled, nor on what was compiled
-before a change.
-"""
+"""Plans and shares are the same compiled and interpreted, and outdated caches are not used."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ import pytest
 
 import hf_distca
 
-# Plans and layouts that pass through every compiled function: windows, bounds, head groups, relays,
-# nodes, speeds, dealing.
+# These plans and layouts pass through every compiled function: windows, byte bounds, head groups,
+# relays, nodes, speeds, dealing.
 CODE = """
 import hashlib, json, random
 from dataclasses import replace
@@ -46,7 +44,7 @@ plans = [
     balance(deal(lengths, 16, tokens, cost), cost, DistCAConfig()),
     balance(deal(lengths, 16, tokens, windowed), windowed, DistCAConfig()),
 ]
-# Small layouts of all kinds: interpreted, a row beyond a column is an error, compiled it is not.
+# Small random layouts: only interpreted code raises an error for an index beyond an array.
 random_ = random.Random(0)
 for _ in range(150):
     ranks, rows = random_.randint(2, 6), [[] for _ in range(6)]
@@ -79,11 +77,11 @@ text = hashlib.sha256(json.dumps(shares).encode()).hexdigest()
 print(json.dumps([*(plan.digest for plan in plans), text]))
 """
 
-# A time of sources that is older than anything compiled.
+# A modification time that is older than any compiled file.
 LONG_AGO = 1_577_836_800
 
 
-def digests(**environment: str) -> list[str]:
+def collect_digests(**environment: str) -> list[str]:
     source = Path(hf_distca.__file__).parents[1]
     run = subprocess.run(
         [sys.executable, "-c", CODE],
@@ -98,14 +96,14 @@ def digests(**environment: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_same_plans_compiled_or_not() -> None:
-    compiled, interpreted = digests(), digests(NUMBA_DISABLE_JIT="1")
+def test_compiled_and_interpreted_code_make_the_same_plans() -> None:
+    compiled, interpreted = collect_digests(), collect_digests(NUMBA_DISABLE_JIT="1")
     assert len(set(compiled)) > 5
     assert compiled == interpreted
 
 
 def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a folder, where numba keeps things as `environment` says."""
+    """Run Python code in a folder, with only the NUMBA_ variables of `environment`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     command = [sys.executable, "-c", code]
     return subprocess.run(
@@ -118,7 +116,7 @@ def run_in(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-# Compiles a function in a folder, and calls it.
+# A module with a compiled function, and code that calls the function twice.
 LOOP = """
 from hf_distca.schedule.compiled import compile_function
 def count(number: int) -> int:
@@ -130,7 +128,7 @@ CALL = "import loop; print(loop.count(1)); print(loop.count(1))"
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Path:
-    """A folder with a compiled function, last changed long ago."""
+    """Write the module into a folder, with a modification time long ago."""
     folder = tmp_path / "schedule"
     folder.mkdir()
     source = folder / "loop.py"
@@ -141,13 +139,13 @@ def loop(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_was_compiled_of_other_sources_is_not_used(
+def test_cached_code_of_changed_sources_is_not_used(
     tmp_path: Path, loop: Path, elsewhere: bool
 ) -> None:
-    """A change of the same size and time counts, as `cp -p` and unpacked archives make it."""
+    """`cp -p` and unpacked archives can change a file without a change of its size and time."""
     environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kept")} if elsewhere else {}
 
-    def called() -> list[str]:
+    def call() -> list[str]:
         run = run_in(loop, CALL, **environment)
         assert run.returncode == 0, run.stderr
         return run.stdout.split()
@@ -155,15 +153,15 @@ def test_what_was_compiled_of_other_sources_is_not_used(
     source = loop / "loop.py"
     source.write_text(LOOP.replace("+ 0", "+ 1"))
     os.utime(source, (LONG_AGO, LONG_AGO))
-    assert called() == ["2", "2"]
+    assert call() == ["2", "2"]
     assert list(tmp_path.rglob("*.nbi"))
     source.write_text(LOOP.replace("+ 0", "+ 9"))
     os.utime(source, (LONG_AGO, LONG_AGO))
-    assert called() == ["10", "10"]
+    assert call() == ["10", "10"]
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path) -> None:
+def test_cache_that_cannot_be_written_is_reported_once(tmp_path: Path, loop: Path) -> None:
     taken = tmp_path / "file"
     taken.touch()
     (loop / "__pycache__").touch()
@@ -173,7 +171,7 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, loop: Path)
     assert run.stderr.count("NUMBA_CACHE_DIR") == 1
 
 
-def test_plans_are_made_where_numba_compiles_nothing() -> None:
+def test_make_moves_stays_a_plain_function_if_jit_is_disabled() -> None:
     code = "from hf_distca.schedule.trial import make_moves; print(type(make_moves).__name__)"
     run = run_in(Path(hf_distca.__file__).parents[1], code, NUMBA_DISABLE_JIT="1")
     assert run.stdout.strip() == "function", run.stderr

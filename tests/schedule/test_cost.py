@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import CPU, CUDA, PAIRS, SHAPE, local_load
+from layouts import CPU, CUDA, PAIRS, SHAPE, make_local_load
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -32,7 +32,9 @@ MODELS = [PAIRS, CPU, CUDA, PASSES]
 
 @settings(max_examples=200)
 @given(st.integers(0, 300), st.integers(1, 300), st.integers(1, 400))
-def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window: int) -> None:
+def test_work_with_a_window_equals_work_of_a_banded_mask(
+    start: int, rows: int, window: int
+) -> None:
     query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows)[None, :]
     assert count_causal_pairs(rows, start + rows) == (key <= query).sum()
     band = (key <= query) & (key > query - window)
@@ -45,8 +47,8 @@ def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window:
         rows * (SHAPE.query_bytes + SHAPE.output_bytes),
         SHAPE.pair_flops * band.sum(),
     ]
-    # q, o and do are read and dq is written; of every query head, k and v are read, dk and dv
-    # written, and read to be summed.
+    # q, o and do are read, and dq is written. For every query head, k and v are read; dk and dv are
+    # written, and then read for their sum.
     read, width = np.count_nonzero(band.any(axis=0)), 32 * 128 * 2
     assert backward.tolist() == [
         1,
@@ -65,7 +67,7 @@ def test_a_window_counts_what_a_banded_mask_shows(start: int, rows: int, window:
 
 
 @given(st.integers(0, 20), st.integers(1, 300))
-def test_whole_tiles_are_computed(tiles_before: int, rows: int) -> None:
+def test_work_is_counted_in_whole_tiles(tiles_before: int, rows: int) -> None:
     tile, start = 16, 16 * tiles_before
     query, key = np.arange(start, start + rows)[:, None], np.arange(start + rows + tile)[None, :]
     computed = int((key // tile <= query // tile).sum())
@@ -80,19 +82,19 @@ def test_whole_tiles_are_computed(tiles_before: int, rows: int) -> None:
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6))
-def test_a_window_as_long_as_the_document_is_none(start: int, rows: int) -> None:
+def test_window_as_long_as_the_document_changes_no_pair_count(start: int, rows: int) -> None:
     assert count_causal_pairs(rows, start + rows, start + rows) == count_causal_pairs(
         rows, start + rows
     )
 
 
 @pytest.mark.parametrize("window", [0, -1])
-def test_windows_that_are_none(window: int) -> None:
+def test_cost_model_with_a_window_below_one_is_refused(window: int) -> None:
     with pytest.raises(ConfigError, match=f"window={window}"):
         replace(PAIRS, window=window)
 
 
-def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
+def test_pairs_model_takes_one_second_for_two_to_the_30_pairs() -> None:
     rows, keys = np.array([7, 4096, 2**15]), np.array([7, 9000, 2**17])
     assert MODELS[0].estimate_seconds(rows, keys) == pytest.approx(
         count_causal_pairs(rows, keys) / 2**30
@@ -100,7 +102,7 @@ def test_pairs_model_costs_a_second_per_2_to_the_30() -> None:
     assert MODELS[0].key_seconds == 0
 
 
-def test_bytes_of_a_moved_token() -> None:
+def test_attention_shape_counts_the_bytes_of_a_moved_token() -> None:
     assert (SHAPE.query_bytes, SHAPE.output_bytes, SHAPE.key_value_bytes, SHAPE.lse_bytes) == (
         8192,
         8192,
@@ -130,7 +132,7 @@ def test_more_rows_and_more_keys_never_cost_less(
     rows=st.integers(1, 10**5),
     window=st.none() | st.integers(1, 10**5),
 )
-def test_scalar_prices_agree_with_the_model(
+def test_estimate_of_a_slice_equals_that_of_the_cost_model(
     model: CostModel, start: int, rows: int, window: int | None
 ) -> None:
     cost = replace(model, window=window)
@@ -138,25 +140,27 @@ def test_scalar_prices_agree_with_the_model(
     assert seconds == pytest.approx(cost.estimate_seconds(rows, start + rows)[0], rel=1e-12)
 
 
-def test_slivers_are_slow() -> None:
+def test_one_row_takes_about_as_long_as_a_tile_of_rows() -> None:
     model = CostModel.make_analytic(SHAPE, tile=128)
     assert model.estimate_seconds(1, 10**5) > 0.9 * model.estimate_seconds(128, 10**5)
 
 
-def test_a_long_document_costs_more_than_as_many_short_tokens() -> None:
-    seconds = local_load(Layout.from_lengths([[65536], [4096] * 16, []]), PAIRS).compute_seconds
+def test_one_long_document_costs_more_than_short_ones_of_equal_tokens() -> None:
+    seconds = make_local_load(
+        Layout.from_lengths([[65536], [4096] * 16, []]), PAIRS
+    ).compute_seconds
     assert seconds[0] / seconds[1] == pytest.approx(16, rel=1e-3)
     assert seconds[2] == 0
 
 
-def test_no_tokens_cost_nothing() -> None:
-    seconds = local_load(Layout.from_lengths([[], []]), CUDA).compute_seconds
+def test_ranks_without_tokens_take_no_seconds() -> None:
+    seconds = make_local_load(Layout.from_lengths([[], []]), CUDA).compute_seconds
     assert seconds.tolist() == [0.0, 0.0]
     assert seconds.dtype == np.float64
 
 
 @pytest.mark.parametrize("values", [(0, 1, 1, 1, 1), (3, 2, 1, 1, 1), (4, 2, -1, 1, 1)])
-def test_shapes_that_are_none(values: tuple[int, int, int, int, int]) -> None:
+def test_invalid_attention_shapes_are_refused(values: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match=f"query_heads={values[0]}"):
         AttentionShape(*values)
 
@@ -166,7 +170,7 @@ def test_shapes_that_are_none(values: tuple[int, int, int, int, int]) -> None:
     [*MODELS, replace(MODELS[1], window=300)],
     ids=lambda model: f"{model.name}, {model.window}",
 )
-def test_json_keeps_a_model(model: CostModel) -> None:
+def test_cost_model_survives_a_json_round_trip(model: CostModel) -> None:
     read = CostModel.from_json(model.to_json())
     assert read == model
     assert read.name == model.name
@@ -175,7 +179,7 @@ def test_json_keeps_a_model(model: CostModel) -> None:
     ).all()
 
 
-def test_a_scaled_model_takes_so_many_times_as_long() -> None:
+def test_scaled_model_multiplies_kernel_and_exchange_seconds() -> None:
     cost = replace(CUDA, exchange_seconds=1e-4, peer_seconds=1e-6)
     plan = balance(Layout.from_lengths([[65536], [1024], [1024], [1024]]), cost, DistCAConfig())
     assert plan.moved
@@ -206,7 +210,7 @@ def test_a_scaled_model_takes_so_many_times_as_long() -> None:
         lambda data: data.update(exchange_seconds=-1.0),
     ],
 )
-def test_json_that_is_no_model(change: Callable[[dict[str, Any]], object]) -> None:
+def test_json_that_is_no_cost_model_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
     data = json.loads(MODELS[0].to_json())
     change(data)
     with pytest.raises(ConfigError, match="no cost model"):

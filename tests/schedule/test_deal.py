@@ -1,6 +1,4 @@
-"""Dealt global batches: what holds for any documents, and how early the slowest rank of some
-ends.
-"""
+"""Dealt global batches: exact tokens for any documents, and bounds of the slowest rank."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from layouts import (
     PLACEMENTS,
     SERIAL,
     SHAPE,
-    load_of,
-    local_load,
+    make_load,
+    make_local_load,
 )
 
 from hf_distca.config import DistCAConfig
@@ -43,7 +41,7 @@ MODELS = [CUDA, PAIRS, CPU, replace(CUDA, window=100), replace(PAIRS, window=409
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
-    """Lengths of documents, ranks, and tokens of each rank: any cut of all tokens."""
+    """Draw document lengths, the number of ranks, and the tokens of each rank."""
     ranks, tokens = (
         draw(st.integers(1, 9)),
         draw(st.one_of(st.integers(1, 50), st.integers(1, 20_000))),
@@ -57,9 +55,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 
 def check(layout: Layout, lengths: list[int], tokens: list[int]) -> None:
-    """Tokens equal to the token, and every document there in full. That it is covered once, a
-    layout checks.
-    """
+    """Check that ranks have these tokens and documents are complete; `Layout` refuses overlaps."""
     assert layout.query_tokens.tolist() == tokens
     held = np.bincount(layout.document, weights=layout.length, minlength=len(lengths))
     assert all(held[document] == lengths[document] for document in set(layout.document.tolist()))
@@ -67,14 +63,11 @@ def check(layout: Layout, lengths: list[int], tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("window", [65536, 262144, 2**63 - 1])
 @pytest.mark.parametrize("cost", [CUDA, PAIRS], ids=lambda cost: cost.name)
-def test_a_window_as_long_as_all_documents_is_none(cost: CostModel, window: int) -> None:
-    """Dealt with one, no document would be left to servers, and exchanges would count as if keys
-    were few.
-    """
+def test_window_as_long_as_all_documents_changes_no_deal(cost: CostModel, window: int) -> None:
     lengths = [65536, 30000, 20000, 15536, *[1000] * 65, 536]
     for found, wanted in zip(
-        _dealt_both_ways(lengths, replace(cost, window=window)),
-        _dealt_both_ways(lengths, cost),
+        _deal_both_ways(lengths, replace(cost, window=window)),
+        _deal_both_ways(lengths, cost),
         strict=True,
     ):
         assert [found.list_segments(rank) for rank in range(8)] == [
@@ -82,12 +75,12 @@ def test_a_window_as_long_as_all_documents_is_none(cost: CostModel, window: int)
         ]
 
 
-def _dealt_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
+def _deal_both_ways(lengths: list[int], cost: CostModel) -> list[Layout]:
     tokens = sum(lengths) // 8
     return [deal(lengths, 8, tokens, cost), *deal_nano_batches(lengths, 8, tokens, cost)]
 
 
-# Servers whose weights are lost in the rounding of larger ones.
+# The weights of some servers vanish in sums with larger weights.
 ROUNDED = ([1, 1, 2, 2, 3, 5, 17, 27, 3, 7, 10, 14, 30, 15, 17, 37, 5], 7, 28)
 
 
@@ -99,7 +92,7 @@ ROUNDED = ([1, 1, 2, 2, 3, 5, 17, 27, 3, 7, 10, 14, 30, 15, 17, 37, 5], 7, 28)
     st.sampled_from([None, None, None, 1, 3]),
 )
 @example(batch=ROUNDED, cost=CUDA, tile=1, per_node=None)
-def test_any_documents(
+def test_deal_gives_every_rank_its_tokens_for_any_documents(
     batch: tuple[list[int], int, int], cost: CostModel, tile: int, per_node: int | None
 ) -> None:
     lengths, ranks, tokens = batch
@@ -108,7 +101,7 @@ def test_any_documents(
     layout = deal(lengths, ranks, tokens, cost, ranks_per_node=per_node, tile=tile)
     check(layout, lengths, [tokens] * ranks)
     assert set(layout.document.tolist()) == set(range(len(lengths)))
-    # No two pieces of a document on a rank that could be one.
+    # Adjacent pieces of a document on one rank are joined.
     for rank in range(ranks):
         for one, other in itertools.pairwise(layout.list_segments(rank)):
             assert (one.document, one.end) != (other.document, other.start)
@@ -116,7 +109,7 @@ def test_any_documents(
 
 @settings(max_examples=100)
 @given(batches(), st.sampled_from(MODELS))
-def test_any_documents_in_nano_batches(batch: tuple[list[int], int, int], cost: CostModel) -> None:
+def test_nano_batches_share_no_document(batch: tuple[list[int], int, int], cost: CostModel) -> None:
     lengths, ranks, tokens = batch
     first, second = deal_nano_batches(lengths, ranks, tokens, cost, tile=16)
     documents = [set(half.document.tolist()) for half in (first, second)]
@@ -129,7 +122,7 @@ def test_any_documents_in_nano_batches(batch: tuple[list[int], int, int], cost: 
 
 
 @pytest.mark.parametrize("tokens", [4096, 4097])
-def test_halves_have_equal_tokens_where_documents_allow(tokens: int) -> None:
+def test_nano_batches_have_equal_tokens_if_documents_allow(tokens: int) -> None:
     lengths = fill(lambda rng: rng.lognormal(6, 1.2), 8 * tokens, seed=tokens)
     first, second = deal_nano_batches(lengths, 8, tokens, CUDA)
     assert first.query_tokens.tolist() == [tokens // 2] * 8
@@ -145,7 +138,7 @@ def test_halves_have_equal_tokens_where_documents_allow(tokens: int) -> None:
         ([3] * 333 + [1], [601, 201, 198]),
     ],
 )
-def test_unequal_ranks_have_their_tokens_in_both_halves(
+def test_ranks_of_unequal_tokens_keep_them_over_both_nano_batches(
     lengths: list[int], tokens: list[int]
 ) -> None:
     first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
@@ -154,18 +147,17 @@ def test_unequal_ranks_have_their_tokens_in_both_halves(
         assert first.query_tokens.tolist() == [count // 2 for count in tokens]
 
 
-def test_one_huge_document_among_short_ones() -> None:
-    """It has most of the attention; halves are equal."""
+def test_deal_with_one_huge_document_is_balanced_and_has_equal_halves() -> None:
     total = 64 * 65536
     lengths = [total // 4, *fill(lambda rng: rng.integers(100, 3000), total - total // 4, seed=0)]
-    # Each of its ranks needs all of its keys, which take 0.19 of the mean.
-    assert slowest(load_of(deal(lengths, 64, 65536, CUDA), CUDA)) <= 1.2
+    # Each rank of the huge document needs all its keys; their exchange takes 0.19 of the mean.
+    assert compute_end(make_load(deal(lengths, 64, 65536, CUDA), CUDA)) <= 1.2
     first, second = deal_nano_batches(lengths, 64, 65536, CUDA)
     assert set(first.query_tokens.tolist()) == set(second.query_tokens.tolist()) == {32768}
 
 
-def test_documents_whose_keys_travel_longest_are_in_one_half() -> None:
-    """Nothing can make their ranks earlier, so the other half must not wait for any of them."""
+def test_documents_whose_keys_travel_longest_are_in_one_nano_batch() -> None:
+    """No plan can shorten the exchange of these keys, so the other half must not wait for it."""
     lengths = [200_000, 150_000, *[12_000] * 1000]
     lengths.append(-sum(lengths) % 512)
     ranks, halves = 512, deal_nano_batches(lengths, 512, sum(lengths) // 512, CUDA)
@@ -174,7 +166,7 @@ def test_documents_whose_keys_travel_longest_are_in_one_half() -> None:
     assert [{0, 1} & set(half.document.tolist()) for half in halves] == [{0, 1}, set()]
 
 
-def test_one_document_leaves_the_second_half_empty() -> None:
+def test_one_document_leaves_the_second_nano_batch_empty() -> None:
     first, second = deal_nano_batches([4000], 4, 1000, CUDA)
     assert first.query_tokens.tolist() == [1000] * 4
     assert second.query_tokens.tolist() == [0] * 4
@@ -188,29 +180,29 @@ def test_short_documents_stay_whole() -> None:
 
 
 def test_a_long_document_lies_on_few_ranks() -> None:
-    # It has the attention of four ranks, and every rank that gets a part exchanges its keys.
+    # The document has the attention of four ranks, but every rank with a part exchanges its keys.
     layout = deal([65536, *[24576] * 100, *[512] * 3264], 64, 65536, CUDA)
     ranks = set(layout.rank[layout.document == 0].tolist())
     assert len(ranks) == 2
 
 
 @pytest.mark.parametrize("per_node", [2, 4, 8])
-def test_fewer_documents_span_nodes(per_node: int) -> None:
+def test_deal_with_nodes_lets_fewer_documents_span_nodes(per_node: int) -> None:
     ranks, tokens = 16, 16384
     within = free = 0
     for seed in range(10):
         lengths = fill(lambda rng: rng.lognormal(7.5, 1.5), ranks * tokens, seed=seed)
         layout = deal(lengths, ranks, tokens, CUDA, ranks_per_node=per_node)
         check(layout, lengths, [tokens] * ranks)
-        within += crossing(layout, per_node)
-        free += crossing(deal(lengths, ranks, tokens, CUDA), per_node)
-    # Of 10 batches; without nodes, documents that fit nowhere whole are cut at the borders of ranks
-    # one after another.
+        within += count_crossings(layout, per_node)
+        free += count_crossings(deal(lengths, ranks, tokens, CUDA), per_node)
+    # Sums of 10 batches. Without nodes, deal cuts documents that fit on no rank at the borders of
+    # consecutive ranks.
     assert within <= {2: 120, 4: 50, 8: 20}[per_node]
     assert within < free
 
 
-def crossing(layout: Layout, per_node: int) -> int:
+def count_crossings(layout: Layout, per_node: int) -> int:
     pairs = {
         (d, r // per_node)
         for d, r in zip(layout.document.tolist(), layout.rank.tolist(), strict=True)
@@ -218,8 +210,8 @@ def crossing(layout: Layout, per_node: int) -> int:
     return len(pairs) - len({document for document, _ in pairs})
 
 
-def test_a_long_document_stays_in_a_node() -> None:
-    # Each of four needs three of the four ranks of a node.
+def test_long_documents_that_fit_a_node_stay_in_one() -> None:
+    # Each of the four long documents needs three of the four ranks of a node.
     lengths = [40_000] * 4 + [500] * 204 + [2608]
     layout = deal(lengths, 16, 16538, CUDA, ranks_per_node=4)
     for document in range(4):
@@ -236,13 +228,13 @@ def fill(draw: Callable[[np.random.Generator], float], total: int, *, seed: int)
     return [lengths[i] for i in rng.permutation(len(lengths))]
 
 
-def slowest(load: PlanLoad) -> float:
-    """End of the slowest rank by the mean compute."""
+def compute_end(load: PlanLoad) -> float:
+    """Divide the end of the slowest rank by the mean compute."""
     return load.slowest_seconds / float(load.compute_seconds.mean())
 
 
-# What the same documents need at least depends on the keys of the longest: bounds are a few percent
-# above what was reached.
+# Lengths, ranks, tokens, bound without ping-pong, bound with ping-pong. The bounds are a few
+# percent above the results.
 SETS: dict[str, tuple[Callable[[np.random.Generator], float], int, int, float, float]] = {
     "lognormal": (lambda rng: rng.lognormal(7.5, 1.5), 64, 131072, 1.2, 1.05),
     "lognormal, few ranks": (lambda rng: rng.lognormal(7.5, 1.5), 4, 65536, 1.25, 1.05),
@@ -256,24 +248,24 @@ SETS: dict[str, tuple[Callable[[np.random.Generator], float], int, int, float, f
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_slowest_rank(name: str) -> None:
+def test_slowest_rank_of_a_deal_ends_within_its_bound(name: str) -> None:
     draw, ranks, tokens, serial, overlapped = SETS[name]
     for seed in range(3):
         lengths = fill(draw, ranks * tokens, seed=seed)
         layout = deal(lengths, ranks, tokens, CUDA)
-        assert slowest(load_of(layout, CUDA, SERIAL)) <= serial
-        assert slowest(load_of(layout, CUDA, PING_PONG)) <= overlapped
+        assert compute_end(make_load(layout, CUDA, SERIAL)) <= serial
+        assert compute_end(make_load(layout, CUDA, PING_PONG)) <= overlapped
 
 
 @pytest.mark.parametrize(
     ("ranks", "tokens", "bound"), [(8, 65536, 1.06), (512, 65536, 1.06), (2, 8192, 1.25)]
 )
-def test_a_single_document_over_all_ranks(ranks: int, tokens: int, bound: float) -> None:
+def test_one_document_over_all_ranks_is_dealt_evenly(ranks: int, tokens: int, bound: float) -> None:
     layout = deal([ranks * tokens], ranks, tokens, CUDA)
-    assert slowest(local_load(layout, CUDA)) <= bound
+    assert compute_end(make_local_load(layout, CUDA)) <= bound
 
 
-def test_attention_that_costs_nothing() -> None:
+def test_documents_are_dealt_if_attention_costs_nothing() -> None:
     free = KernelCost(0.0, np.inf, np.inf)
     lengths = [5000, *[100] * 30, 192]
     check(deal(lengths, 2, 4096, CostModel(SHAPE, free, free, np.inf)), lengths, [4096] * 2)
@@ -295,17 +287,17 @@ def test_documents_of_two_to_the_32_tokens_are_dealt() -> None:
     check(deal(lengths, 4, sum(lengths) // 4, CUDA), lengths, [sum(lengths) // 4] * 4)
 
 
-def test_dealing_again_is_the_same() -> None:
+def test_dealing_twice_gives_the_same_layout() -> None:
     lengths = fill(lambda rng: rng.lognormal(7, 1.8), 32 * 16384, seed=5)
     one, other = (Plan.make_local(deal(lengths, 32, 16384, CUDA)) for _ in range(2))
     assert one.digest == other.digest
-    # The order of the documents is not what decides: only their numbers change.
+    # Another order of the documents changes only their numbers.
     assert sorted(deal(lengths[::-1], 32, 16384, CUDA).length.tolist()) == sorted(
         one.layout.length.tolist()
     )
 
 
-def test_documents_given_as_any_integers() -> None:
+def test_lengths_as_a_list_or_an_array_give_the_same_deal() -> None:
     lengths = [5000, 3000, 192]
     digests = {
         Plan.make_local(deal(kind, 2, 4096, CUDA)).digest
@@ -340,7 +332,7 @@ def test_documents_given_as_any_integers() -> None:
         ([192], 3, 64, {"ranks_per_node": 2}, ConfigError, "ranks_per_node=2 must divide ranks=3"),
     ],
 )
-def test_what_cannot_be_dealt(
+def test_invalid_arguments_of_deal_are_refused(
     lengths: list[int],
     ranks: int,
     tokens: int,
@@ -360,12 +352,12 @@ def test_a_plan_is_never_later_than_moving_nothing(
 ) -> None:
     lengths, ranks, tokens = batch
     layout = deal(lengths, ranks, tokens, cost, tile=16)
-    load = load_of(layout, cost, DistCAConfig(ping_pong=overlapped, tile=16))
+    load = make_load(layout, cost, DistCAConfig(ping_pong=overlapped, tile=16))
     local = Plan.make_local(layout, load.plan.window)
     assert load.slowest_seconds <= PlanLoad(local, cost, overlapped=overlapped).slowest_seconds
 
 
-# Many key/value heads: keys travel longer than ranks compute.
+# With many key/value heads, keys travel longer than ranks compute.
 MANY_KEYS = CostModel.make_analytic(replace(SHAPE, key_value_heads=32), device_type="cuda")
 
 
@@ -373,19 +365,18 @@ MANY_KEYS = CostModel.make_analytic(replace(SHAPE, key_value_heads=32), device_t
     ("tokens", "per_node", "serial", "overlapped"),
     in_turn([(8192, 8, 2.3, 2.5), (16384, None, 2.5, 2.05), (32768, 8, 1.41, 1.05)], 3),
 )
-def test_documents_that_cost_more_exchange_than_compute(
+def test_slowest_rank_is_bounded_if_exchange_outweighs_compute(
     tokens: int, per_node: int | None, serial: float, overlapped: float
 ) -> None:
-    # Whether servers should compute them decides by up to a factor of three, either way. From one
-    # batch to the next, the slowest rank differs by a fifth, so the mean of several is held.
+    # The slowest rank differs by a fifth between batches, so the test bounds a mean of batches.
     batches = [
         fill(lambda rng: min(rng.lognormal(7.5, 1.5), 49152), 64 * tokens, seed=seed)
         for seed in range(2, 6)
     ]
     ranks = Ranks(per_node=per_node)
     ends = [
-        slowest(
-            load_of(
+        compute_end(
+            make_load(
                 deal(lengths, 64, tokens, MANY_KEYS, ranks_per_node=per_node),
                 MANY_KEYS,
                 SERIAL,
@@ -396,7 +387,7 @@ def test_documents_that_cost_more_exchange_than_compute(
     ]
     assert np.mean(ends) <= serial
     halves = [
-        load_of(half, MANY_KEYS, PING_PONG, ranks)
+        make_load(half, MANY_KEYS, PING_PONG, ranks)
         for half in deal_nano_batches(batches[0], 64, tokens, MANY_KEYS, ranks_per_node=per_node)
     ]
     mean = sum(load.compute_seconds.mean() for load in halves)
@@ -410,11 +401,11 @@ def test_dealing_and_planning_512_ranks_is_fast() -> None:
         begin = time.process_time()
         balance(deal(lengths, 512, 65536, CUDA), CUDA, DistCAConfig())
         seconds.append(time.process_time() - begin)
-    # 60 ms are aimed at on a free core; slow ones in a crowd are given more.
+    # The target is 60 ms on a free core; slow or busy cores need more.
     assert min(seconds) < 0.5
 
 
-def test_documents_of_real_placements() -> None:
+def test_documents_of_recorded_placements_are_dealt_evenly() -> None:
     serial, overlapped = [], []
     for path in sorted(PLACEMENTS.rglob("*.json")):
         given_layout = read_placement(path)
@@ -423,8 +414,8 @@ def test_documents_of_real_placements() -> None:
         tokens = sum(lengths) // ranks
         layout = deal(lengths, ranks, tokens, CUDA)
         check(layout, lengths, [tokens] * ranks)
-        serial.append(slowest(load_of(layout, CUDA, SERIAL)))
-        overlapped.append(slowest(load_of(layout, CUDA, PING_PONG)))
+        serial.append(compute_end(make_load(layout, CUDA, SERIAL)))
+        overlapped.append(compute_end(make_load(layout, CUDA, PING_PONG)))
     assert len(serial) == 9
     assert np.median(serial) <= 1.1
     assert max(serial) <= 1.26
@@ -432,7 +423,7 @@ def test_documents_of_real_placements() -> None:
 
 
 @given(batches())
-def test_in_order_means_one_after_another(batch: tuple[list[int], int, int]) -> None:
+def test_deal_in_order_puts_documents_one_after_another(batch: tuple[list[int], int, int]) -> None:
     lengths, ranks, tokens = batch
     layout = deal_in_order(lengths, ranks, tokens)
     check(layout, lengths, [tokens] * ranks)

@@ -1,4 +1,4 @@
-"""The factor of a GPU and its kernel, and its links: by the name that torch has for it."""
+"""The time factor of a GPU and kernel, and the rates of links, by the GPU name in torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_distca.schedule.gpus import find_factor, make_gpu_cost
         ("cpu", "cpu", None),
     ],
 )
-def test_a_gpu_and_a_kernel_have_one(
+def test_factor_of_a_gpu_and_kernel_scales_the_built_in_cost(
     device: str, kernel: str, row: tuple[str, float] | None
 ) -> None:
     assert find_factor(device, kernel) == row

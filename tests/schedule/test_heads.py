@@ -1,4 +1,4 @@
-"""Documents split by heads: what is the same as before, and what it saves."""
+"""Documents split by heads: the same tokens and load, with fewer bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from layouts import CUDA, PING_PONG, layouts, load_of
+from layouts import CUDA, PING_PONG, layouts, make_load
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError, LayoutError, PlanError
@@ -24,14 +24,14 @@ WHOLE = DistCAConfig(ping_pong=True, head_groups=1)
 SPLIT = PING_PONG
 
 
-def long_and_short(ranks: int) -> Layout:
-    """A document as long as a rank's tokens on one rank in eight, short ones elsewhere."""
+def mix_lengths(ranks: int) -> Layout:
+    """Build a layout: one document on every eighth rank, short documents on the other ranks."""
     return Layout.from_lengths([[65536] if rank % 8 == 0 else [2048] * 32 for rank in range(ranks)])
 
 
 @settings(max_examples=50)
 @given(layouts(longest=200))
-def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
+def test_layout_split_by_heads_keeps_tokens_and_load(layout: Layout) -> None:
     layout = replace(layout, context=np.zeros(layout.world_size, dtype=np.int64))
     documents = np.unique(layout.document)[::2]
     split = layout.split_heads(np.isin(layout.documents, documents), 3)
@@ -51,8 +51,7 @@ def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
     assert np.bincount(split.rank, split.length * weight, split.world_size) == pytest.approx(
         layout.query_tokens
     )
-    # What ranks compute, with no cost of a task, and what they exchange if nothing is moved, is the
-    # same.
+    # Without seconds per task, a local plan computes and exchanges the same before and after.
     free = replace(
         CUDA,
         forward=replace(CUDA.forward, task_seconds=0.0),
@@ -63,8 +62,8 @@ def test_a_split_layout_is_the_same_tokens(layout: Layout) -> None:
         assert getattr(one, name) == pytest.approx(getattr(other, name))
 
 
-def test_a_plan_in_json_has_its_head_groups() -> None:
-    plan = balance(long_and_short(8), FAST, SPLIT)
+def test_plan_in_json_keeps_its_head_groups() -> None:
+    plan = balance(mix_lengths(8), FAST, SPLIT)
     assert plan.layout.groups == 4
     again = Plan.from_json(plan.to_json())
     assert again.layout.groups == 4
@@ -75,17 +74,17 @@ def test_a_plan_in_json_has_its_head_groups() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 64])
-def test_far_fewer_bytes_for_the_same_balance(ranks: int) -> None:
-    layout = long_and_short(ranks)
-    whole, split = (load_of(layout, FAST, config) for config in (WHOLE, SPLIT))
+def test_split_by_heads_sends_fewer_bytes_for_the_same_balance(ranks: int) -> None:
+    layout = mix_lengths(ranks)
+    whole, split = (make_load(layout, FAST, config) for config in (WHOLE, SPLIT))
     assert split.exchange_bytes[0].sum() <= 0.65 * whole.exchange_bytes[0].sum()
     assert split.slowest_seconds <= 1.01 * whole.slowest_seconds
     assert compute_imbalance(split.compute_seconds) <= 1.01
     assert split.pairs.sum() == pytest.approx(whole.pairs.sum())
 
 
-def test_only_documents_that_are_moved_are_split() -> None:
-    plan = balance(long_and_short(16), FAST, SPLIT)
+def test_only_moved_documents_are_split_by_heads() -> None:
+    plan = balance(mix_lengths(16), FAST, SPLIT)
     assert plan.layout.groups == 4
     moved = set(plan.document[plan.home != plan.server].tolist())
     for document in np.unique(plan.document).tolist():
@@ -93,9 +92,9 @@ def test_only_documents_that_are_moved_are_split() -> None:
         assert (document % 5 == 0) == (not any(one % 5 and one in moved for one in same))
 
 
-def test_windows_and_context_are_not_split() -> None:
+def test_documents_with_windows_or_context_are_not_split_by_heads() -> None:
     windowed = balance(
-        long_and_short(8), replace(CUDA, window=4096), DistCAConfig(ping_pong=True, min_gain=0.0)
+        mix_lengths(8), replace(CUDA, window=4096), DistCAConfig(ping_pong=True, min_gain=0.0)
     )
     assert windowed.layout.groups == 1
     context = Layout.from_segments(
@@ -115,7 +114,7 @@ def test_windows_and_context_are_not_split() -> None:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
+def test_routes_send_the_tokens_that_the_load_counts(ping_pong: bool) -> None:
     lengths = [65536, 30000, 20000, *[512] * 29]
     layout = deal([*lengths, 8 * 16384 - sum(lengths)], 8, 16384, CUDA)
     plan = balance(layout, CUDA, DistCAConfig(ping_pong=ping_pong, min_gain=0.0))
@@ -138,12 +137,12 @@ def test_routes_send_what_the_load_says(ping_pong: bool) -> None:
         assert here == (rows * plan.heads * groups)[mine].sum()
 
 
-def test_a_document_that_outweighs_all_others_gains_by_heads() -> None:
-    """Its keys travel longer than ranks compute."""
+def test_split_by_heads_speeds_up_a_dominant_document() -> None:
+    """The keys of the document travel longer than ranks compute."""
     ranks, tokens = 128, 65536
     for others in (1792, 1800, 2000):
         lengths = [300_000, *[others] * ((ranks * tokens - 300_000) // others)]
         lengths.append(ranks * tokens - sum(lengths))
         layout = deal(lengths, ranks, tokens, CUDA)
-        load, alone = (load_of(layout, CUDA, config) for config in (SPLIT, WHOLE))
+        load, alone = (make_load(layout, CUDA, config) for config in (SPLIT, WHOLE))
         assert alone.slowest_seconds > 1.05 * load.slowest_seconds

@@ -27,7 +27,7 @@ def test_lengths_become_documents_in_order() -> None:
     assert not layout.has_many_ranks.any()
 
 
-def test_head_and_tail_on_one_rank() -> None:
+def test_head_and_tail_of_a_document_may_lie_on_one_rank() -> None:
     layout = Layout.from_segments([[(5, 0, 2), (5, 6, 2)], [(5, 2, 4), (1, 0, 1)]])
     assert layout.documents[layout.has_many_ranks].tolist() == [5]
     assert layout.list_segments(0)[1].end == 8
@@ -39,7 +39,7 @@ def test_a_document_in_two_segments_of_one_rank_does_not_span() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[[]], [[], [], []]])
-def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
+def test_layout_may_have_no_tokens(ranks: list[list[int]]) -> None:
     layout = Layout.from_lengths(ranks)
     assert layout.world_size == len(ranks)
     assert layout.longest == 0
@@ -49,12 +49,11 @@ def test_no_tokens_at_all(ranks: list[list[int]]) -> None:
 
 
 @given(st.lists(st.integers(0, 40), max_size=8))
-def test_cu_seqlens_say_the_same_as_lengths(lengths: list[int]) -> None:
+def test_cu_seqlens_give_the_lengths_above_zero(lengths: list[int]) -> None:
     assert compute_lengths([0, *np.cumsum(lengths).tolist()]) == [n for n in lengths if n]
 
 
 def test_run_that_starts_above_zero_continues_a_document() -> None:
-    """A run that starts above zero continues another rank's document."""
     spanning = Layout.from_runs([[(0, 10), (0, 7)], [(7, 2), (0, 3)], [(9, 3)]])
     document = spanning.list_segments(0)[1].document
     assert spanning.documents[spanning.has_many_ranks].tolist() == [document]
@@ -63,7 +62,7 @@ def test_run_that_starts_above_zero_continues_a_document() -> None:
 
 
 @given(layouts())
-def test_tokens_of_a_rank_are_its_segments_one_after_another(layout: Layout) -> None:
+def test_tokens_of_a_rank_follow_the_order_of_its_segments(layout: Layout) -> None:
     for rank in range(layout.world_size):
         rows = np.flatnonzero(layout.rank == rank)
         lengths = layout.length[rows].tolist()
@@ -103,8 +102,7 @@ def test_columns_must_agree() -> None:
 
 
 @pytest.mark.parametrize("offsets", [[], [1, 2], [1, 1, 2], [-1, 2], [0, 2, 1, 2]])
-def test_offsets_begin_with_0(offsets: list[int]) -> None:
-    """Segments before the first rank's would be on no rank, and their tokens computed by none."""
+def test_offsets_must_begin_with_zero_and_never_fall(offsets: list[int]) -> None:
     two = np.arange(2)
     with pytest.raises(
         LayoutError, match=re.escape(f"offsets {offsets} must begin with 0 and never fall")
@@ -112,12 +110,12 @@ def test_offsets_begin_with_0(offsets: list[int]) -> None:
         Layout(two, 0 * two, two + 1, np.array(offsets, dtype=np.int64))
 
 
-def test_positions_that_leave_the_chain_open() -> None:
+def test_runs_that_do_not_match_at_a_position_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"1 run\(s\) start at position 4 .* and 2 end there"):
         Layout.from_runs([[(0, 4)], [(0, 4)], [(4, 2)]])
 
 
 @pytest.mark.parametrize("bounds", [[], [1, 2], [0, 3, 2]])
-def test_cu_seqlens_that_are_none(bounds: list[int]) -> None:
+def test_invalid_cu_seqlens_are_refused(bounds: list[int]) -> None:
     with pytest.raises(LayoutError, match="must start at 0 and never fall"):
         compute_lengths(bounds)

@@ -1,6 +1,4 @@
-"""Nodes first: dealing to nodes and then inside each, and plans that are never slower than node by
-node or as one group.
-"""
+"""Deals and plans with nodes: most work stays in its node, and no plan becomes slower."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from layouts import CUDA, PING_PONG, SERIAL, load_of
+from layouts import CUDA, PING_PONG, SERIAL, make_load
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -27,8 +25,8 @@ NODES = Ranks(per_node=8)
 
 @st.composite
 def nodes(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Lengths of the documents of each rank, none of which lies on two, and how many ranks are a
-    node, of two or more.
+    """Draw the lengths of whole documents on each rank, and the ranks of a node, for two to four
+    nodes.
     """
     size, count = draw(st.integers(1, 4)), draw(st.integers(2, 4))
     length = st.one_of(st.integers(1, 300), st.integers(1000, 60_000))
@@ -38,14 +36,14 @@ def nodes(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     return ranks, size
 
 
-def slowest(plan: Plan, cost: CostModel, config: DistCAConfig, size: int) -> float:
+def find_end(plan: Plan, cost: CostModel, config: DistCAConfig, size: int) -> float:
     return PlanLoad(
         plan, cost, overlapped=config.ping_pong, ranks=Ranks(per_node=size)
     ).slowest_seconds
 
 
-def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: DistCAConfig) -> Plan:
-    """Each node planned by itself, as if there were no others."""
+def plan_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: DistCAConfig) -> Plan:
+    """Plan each node alone, and join the plans."""
     tasks, first = [], 0
     for node in range(0, len(ranks), size):
         plan = balance(
@@ -66,9 +64,9 @@ def node_by_node(ranks: list[list[int]], size: int, cost: CostModel, config: Dis
 @given(
     nodes(), st.booleans(), st.sampled_from([1e9, 4e9, 4e10, 3e11]), st.sampled_from([1, 10, 100])
 )
-@example(([[], [], [1, 14151], [], [], [15890]], 3), False, 1e9, 100)  # each node has its own best
+@example(([[], [], [1, 14151], [], [], [15890]], 3), False, 1e9, 100)  # the best T differs by node
 @settings(max_examples=60)
-def test_never_later_than_node_by_node(
+def test_plan_is_never_later_than_nodes_planned_alone(
     case: tuple[list[list[int]], int], ping_pong: bool, rate: float, times: int
 ) -> None:
     ranks, size = case
@@ -76,56 +74,53 @@ def test_never_later_than_node_by_node(
     config = DistCAConfig(ping_pong=ping_pong, head_groups=1, min_gain=0.0, tolerance=0.0)
     layout = Layout.from_lengths(ranks)
     plan = balance(layout, cost, config, Ranks(per_node=size), allow_relays=False)
-    alone = node_by_node(ranks, size, cost, config)
-    assert slowest(plan, cost, config, size) <= slowest(alone, cost, config, size) * (1 + 1e-12)
+    alone = plan_by_node(ranks, size, cost, config)
+    assert find_end(plan, cost, config, size) <= find_end(alone, cost, config, size) * (1 + 1e-12)
 
 
-def drawn(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:
+def draw(name: str, longest: int, ranks: int, tokens: int) -> np.ndarray:
     return next(find_distribution(name, longest).draw_batches(ranks * tokens, 1))
 
 
 @pytest.mark.parametrize("name", ["pretrain", "prolong"])
 @pytest.mark.parametrize(("tokens", "most"), [(65536, 1.035), (32768, 1.085)])
-def test_documents_that_fit_nodes_need_no_exchange_between_them(
+def test_documents_that_fit_nodes_exchange_little_between_nodes(
     name: str, tokens: int, most: float
 ) -> None:
-    lengths = drawn(name, 65536, 64, tokens)
+    lengths = draw(name, 65536, 64, tokens)
     layout = deal(lengths, 64, tokens, CUDA, ranks_per_node=8)
     assert layout.query_tokens.tolist() == [tokens] * 64
-    load = load_of(layout, CUDA, SERIAL, NODES)
+    load = make_load(layout, CUDA, SERIAL, NODES)
     assert load.slowest_seconds <= most * load.compute_seconds.mean()
     assert load.node_bytes.inter_node[0].sum() <= 0.12 * load.node_bytes.intra_node[0].sum()
 
 
 @pytest.mark.parametrize("longest", [65536, 131072, 262144])
 @pytest.mark.parametrize("config", [SERIAL, PING_PONG], ids=["serial", "ping-pong"])
-def test_dealing_that_knows_of_nodes_is_no_slower(longest: int, config: DistCAConfig) -> None:
-    # Ranks that end so near each other are even, but for a few rows.
+def test_deal_that_knows_the_nodes_is_no_slower(longest: int, config: DistCAConfig) -> None:
+    # Ends that differ by less than the tolerance are equal.
     within = 1 + config.tolerance + 1e-4
     for name in ("pretrain", "prolong"):
-        lengths = drawn(name, longest, 64, 32768)
+        lengths = draw(name, longest, 64, 32768)
         blind, known = (deal(lengths, 64, 32768, CUDA, ranks_per_node=size) for size in (None, 8))
-        ends = [load_of(layout, CUDA, config, NODES).slowest_seconds for layout in (blind, known)]
+        ends = [make_load(layout, CUDA, config, NODES).slowest_seconds for layout in (blind, known)]
         assert ends[1] <= within * ends[0]
 
 
-def test_nano_batches_stay_in_their_nodes() -> None:
-    lengths = drawn("prolong", 65536, 64, 65536)
+def test_nano_batches_exchange_little_between_nodes() -> None:
+    lengths = draw("prolong", 65536, 64, 65536)
     halves = deal_nano_batches(lengths, 64, 65536, CUDA, ranks_per_node=8)
     assert (halves[0].query_tokens + halves[1].query_tokens == 65536).all()
     for half in halves:
-        load = load_of(half, CUDA, PING_PONG, NODES)
+        load = make_load(half, CUDA, PING_PONG, NODES)
         assert load.slowest_seconds <= 1.021 * load.compute_seconds.mean()
         assert load.node_bytes.inter_node[0].sum() <= 0.1 * load.node_bytes.intra_node[0].sum()
 
 
-def test_work_crosses_nodes_only_where_a_node_has_too_much() -> None:
-    """Long documents on one node of four: the others get their part of it, and then share it
-    inside.
-    """
+def test_only_a_node_with_too_much_work_gives_to_other_nodes() -> None:
     layout = Layout.from_lengths([[65536]] * 2 + [[4096] * 16] * 14)
     ranks = Ranks(per_node=4)
-    load = load_of(layout, CUDA, SERIAL, ranks)
+    load = make_load(layout, CUDA, SERIAL, ranks)
     plan = load.plan
     one_group = PlanLoad(balance(layout, CUDA, DistCAConfig()), CUDA, ranks=ranks)
     assert load.slowest_seconds <= one_group.slowest_seconds

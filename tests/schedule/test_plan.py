@@ -17,8 +17,8 @@ LAYOUT = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(0, 4, 4), (1, 0, 3)]])
 TASKS = [(0, 0, 4, 0, 0), (0, 4, 6, 1, 1), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0), (1, 0, 3, 1, 1)]
 
 
-def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
-    """(document, position, source, server) of every key that a server needs."""
+def list_keys(plan: Plan) -> set[tuple[int, int, int, int]]:
+    """List (document, position, source, server) of every key that a server needs."""
     holder = {
         (s.document, position): rank
         for rank in range(plan.layout.world_size)
@@ -31,8 +31,8 @@ def keys_by_hand(plan: Plan) -> set[tuple[int, int, int, int]]:
 
 
 @given(plans())
-def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
-    needed = keys_by_hand(plan)
+def test_key_transfers_are_exactly_the_keys_that_tasks_need(plan: Plan) -> None:
+    needed = list_keys(plan)
     rows = list(zip(*(column.tolist() for column in plan.list_key_transfers()), strict=True))
     found = [
         (d, position, source, to)
@@ -58,11 +58,11 @@ def test_key_transfers_are_what_the_tasks_need(plan: Plan) -> None:
 
 
 @given(plans())
-def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
+def test_summary_counts_keys_and_queries_of_the_tasks(plan: Plan) -> None:
     summary = summarize_plan(plan, CUDA)
-    sent = [key for key in keys_by_hand(plan) if key[2] != key[3]]
+    sent = [key for key in list_keys(plan) if key[2] != key[3]]
     unplanned = [
-        key for key in keys_by_hand(Plan.make_local(plan.layout, plan.window)) if key[2] != key[3]
+        key for key in list_keys(Plan.make_local(plan.layout, plan.window)) if key[2] != key[3]
     ]
     moved = [task for task in plan.tasks if task.home != task.server]
     assert summary["key_tokens_sent"] == len(sent)
@@ -84,7 +84,7 @@ def test_summary_counts_what_the_tasks_say(plan: Plan) -> None:
 
 
 @given(plans())
-def test_json_round_trip(plan: Plan) -> None:
+def test_plan_survives_a_json_round_trip(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again.tasks == plan.tasks
     assert again.digest == plan.digest
@@ -92,13 +92,13 @@ def test_json_round_trip(plan: Plan) -> None:
     assert ("window" in json.loads(plan.to_json())) == (plan.window is not None)
 
 
-def test_order_of_rows_does_not_matter() -> None:
+def test_order_of_tasks_does_not_change_a_plan() -> None:
     plan = Plan.from_tasks(LAYOUT, TASKS)
     assert plan.tasks == [CATask(*row) for row in TASKS]
     assert Plan.from_tasks(LAYOUT, TASKS[::-1]).digest == plan.digest
 
 
-def test_digests_tell_plans_and_layouts_apart() -> None:
+def test_different_plans_and_layouts_have_different_digests() -> None:
     plan = Plan.from_tasks(LAYOUT, TASKS)
     other_server = Plan.from_tasks(LAYOUT, [*TASKS[:-1], (1, 0, 3, 1, 0)])
     other_layout = Layout.from_segments([[(0, 0, 4), (0, 8, 2)], [(1, 0, 3), (0, 4, 4)]])
@@ -111,8 +111,8 @@ def test_digests_tell_plans_and_layouts_apart() -> None:
     )
 
 
-def test_a_window_leaves_keys_out() -> None:
-    def runs_of_first(window: int) -> list[tuple[int, ...]]:
+def test_keys_outside_the_window_are_not_transferred() -> None:
+    def list_runs(window: int) -> list[tuple[int, ...]]:
         rows = zip(
             *(
                 column.tolist()
@@ -122,20 +122,20 @@ def test_a_window_leaves_keys_out() -> None:
         )
         return [row for row in rows if 0 in row[3:]]
 
-    # Task [6, 8) on rank 0 needs 4..7 and rank 0's own tasks need 0..3 and 6..9: two tasks share
-    # keys, one run of document 0.
-    assert runs_of_first(3) == [(0, 0, 4, 0, 0), (0, 4, 8, 1, 0), (0, 8, 10, 0, 0), (0, 2, 4, 0, 1)]
-    assert runs_of_first(1) == [(0, 0, 4, 0, 0), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0)]
+    # On rank 0, task [6, 8) needs keys 4..7, and the local tasks need keys 0..3 and 6..9. The tasks
+    # share keys 6 and 7, which lie in one run.
+    assert list_runs(3) == [(0, 0, 4, 0, 0), (0, 4, 8, 1, 0), (0, 8, 10, 0, 0), (0, 2, 4, 0, 1)]
+    assert list_runs(1) == [(0, 0, 4, 0, 0), (0, 6, 8, 1, 0), (0, 8, 10, 0, 0)]
 
 
 @pytest.mark.parametrize("window", [0, -4])
-def test_windows_that_are_none(window: int) -> None:
+def test_plan_with_a_window_below_one_is_refused(window: int) -> None:
     with pytest.raises(PlanError, match=f"window={window}"):
         Plan.make_local(LAYOUT, window)
 
 
 @pytest.mark.parametrize("window", ["4", 4.5, True, [4]])
-def test_windows_in_json_that_are_none(window: object) -> None:
+def test_invalid_windows_in_json_are_refused(window: object) -> None:
     data = json.loads(Plan.from_tasks(LAYOUT, TASKS, 4).to_json())
     with pytest.raises(PlanError, match="must be a whole number of at least 1"):
         Plan.from_json(json.dumps({**data, "window": window}))
@@ -169,21 +169,23 @@ def test_windows_in_json_that_are_none(window: object) -> None:
         (3, (0, 8, 9, 0, 0), "the tasks compute 12 query tokens, but the layout has 13"),
     ],
 )
-def test_broken_plans(row: int, task: tuple[int, int, int, int, int], message: str) -> None:
+def test_plans_with_invalid_tasks_are_refused(
+    row: int, task: tuple[int, int, int, int, int], message: str
+) -> None:
     tasks = list(TASKS)
     tasks[row] = task
     with pytest.raises(PlanError, match=message):
         Plan.from_tasks(LAYOUT, tasks)
 
 
-def test_a_task_twice_or_not_at_all() -> None:
+def test_repeated_or_missing_tasks_are_refused() -> None:
     with pytest.raises(PlanError, match="does not start at position"):
         Plan.from_tasks(LAYOUT, [*TASKS, TASKS[0]])
     with pytest.raises(PlanError, match="compute 10 query tokens, but the layout has 13"):
         Plan.from_tasks(LAYOUT, TASKS[:-1])
 
 
-def test_tasks_for_no_tokens() -> None:
+def test_tasks_in_a_layout_without_tokens_are_refused() -> None:
     empty = Layout.from_lengths([[], []])
     assert Plan.from_tasks(empty, []).tasks == []
     assert not Plan.make_local(empty).moved
@@ -191,25 +193,25 @@ def test_tasks_for_no_tokens() -> None:
         Plan.from_tasks(empty, [(0, 0, 1, 0, 0)])
 
 
-def test_document_numbers_may_be_anything() -> None:
+def test_document_numbers_may_be_any_integers() -> None:
     layout = Layout.from_segments([[(2**62, 0, 10**6)], [(-5, 0, 3), (2**62 - 1, 0, 2)]])
     plan = Plan.make_local(layout)
     assert [task.document for task in plan.tasks] == [-5, 2**62 - 1, 2**62]
 
 
-def test_moved_says_whether_ranks_need_each_other() -> None:
+def test_moved_is_true_if_ranks_need_each_other() -> None:
     whole = Layout.from_lengths([[4], [4]])
     assert not Plan.make_local(whole).moved
     assert Plan.make_local(LAYOUT).moved
     assert Plan.from_tasks(whole, [(0, 0, 4, 0, 0), (1, 0, 4, 1, 0)]).moved
 
 
-def test_json_without_its_keys() -> None:
+def test_plan_in_json_without_segments_is_refused() -> None:
     with pytest.raises(PlanError, match="rank_segments"):
         Plan.from_json('{"tasks": []}')
 
 
-def test_exchange_is_only_paid_where_there_is_one() -> None:
+def test_plan_without_exchange_has_no_exchange_seconds() -> None:
     whole = Layout.from_lengths([[400], [400]])
     assert PlanLoad(Plan.make_local(whole), CUDA).exchange_seconds.tolist() == [0.0, 0.0]
     spanning = PlanLoad(Plan.make_local(LAYOUT), CUDA).exchange_seconds
@@ -218,6 +220,6 @@ def test_exchange_is_only_paid_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(("text", "named"), [("[1]", "found: list"), ("{", "not JSON")])
-def test_json_that_is_no_plan(text: str, named: str) -> None:
+def test_json_that_is_no_plan_is_refused(text: str, named: str) -> None:
     with pytest.raises(PlanError, match=named):
         Plan.from_json(text)

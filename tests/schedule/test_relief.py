@@ -1,4 +1,4 @@
-"""Relays: who passes keys on, and where it pays."""
+"""Relays: add_relays adds valid relays where they pay, and nowhere else."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hf_distca.schedule.relays import add_relays
 SLOW = replace(CUDA, exchange_bytes_per_second=1e6)
 
 
-def shared_by(servers: int, length: int = 65536) -> Plan:
-    """One document whose last rows are spread over so many servers."""
+def spread_over(servers: int, length: int = 65536) -> Plan:
+    """Plan one document with its last rows spread over this many servers."""
     rows = length // (2 * servers)
     cuts = [length - rows * (servers - i) for i in range(servers + 1)]
     tasks = [CATask(0, 0, cuts[0], 0, 0)]
@@ -33,24 +33,24 @@ def shared_by(servers: int, length: int = 65536) -> Plan:
 
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("servers", [3, 16, 200])
-def test_the_home_sends_its_keys_about_once(servers: int, overlapped: bool) -> None:
-    load = PlanLoad(shared_by(servers), SLOW, overlapped=overlapped)
+def test_relays_limit_the_keys_that_the_home_sends(servers: int, overlapped: bool) -> None:
+    load = PlanLoad(spread_over(servers), SLOW, overlapped=overlapped)
     relieved = add_relays(load)
     before, after = load.key_tokens, relieved.key_tokens
     assert before[0][0] > 0.7 * servers * 65536
-    # Without more to send than once, the home takes part in passing on as its servers do.
+    # A home that has sent its keys once also relays keys, like its servers.
     assert after[0][0] <= 65536 * 2.1
     assert after[0].max() <= 65536 * 2.1
-    assert after[1].tolist() == before[1].tolist(), "nobody receives more"
-    assert after[0].sum() == before[0].sum(), "and all together send as much"
+    assert after[1].tolist() == before[1].tolist(), "no rank receives more"
+    assert after[0].sum() == before[0].sum(), "all ranks together send as much as before"
     assert (
         load.slowest_seconds - relieved.slowest_seconds
         > 0.8 * (servers - 3) * 65536 * SHAPE.moved_key_bytes * 0.7 / 1e6
     )
 
 
-def test_an_exchange_more_must_pay() -> None:
-    load = PlanLoad(shared_by(16), SLOW)
+def test_relays_are_added_only_if_their_exchange_pays() -> None:
+    load = PlanLoad(spread_over(16), SLOW)
     gain = load.slowest_seconds - add_relays(load).slowest_seconds
     for fixed, passed_on in ((gain / 3.2, True), (gain / 2.8, False)):
         dear = PlanLoad(load.plan, replace(SLOW, exchange_seconds=fixed))
@@ -60,21 +60,21 @@ def test_an_exchange_more_must_pay() -> None:
 @pytest.mark.parametrize(
     "load",
     [
-        PlanLoad(shared_by(1), SLOW),
-        PlanLoad(replace(shared_by(8), window=4096), SLOW),
-        PlanLoad(shared_by(16), replace(CUDA, exchange_bytes_per_second=float("inf"))),
+        PlanLoad(spread_over(1), SLOW),
+        PlanLoad(replace(spread_over(8), window=4096), SLOW),
+        PlanLoad(spread_over(16), replace(CUDA, exchange_bytes_per_second=float("inf"))),
         PlanLoad(Plan.make_local(Layout.from_lengths([[4096]] * 4)), SLOW),
     ],
     ids=["one server", "window", "free network", "nothing moved"],
 )
-def test_nothing_changes_where_relays_do_not_pay(load: PlanLoad) -> None:
+def test_load_is_unchanged_if_relays_do_not_pay(load: PlanLoad) -> None:
     assert add_relays(load) is load
     assert load.plan.digest == replace(load.plan).digest
 
 
 @settings(max_examples=50, deadline=None)
 @given(plans(), st.booleans(), st.sampled_from([1e4, 1e7, 4e10]))
-def test_relays_of_any_plan_are_what_a_plan_may_have(
+def test_relays_of_any_plan_are_valid_and_never_slower(
     plan: Plan, overlapped: bool, rate: float
 ) -> None:
     load = PlanLoad(

@@ -19,8 +19,8 @@ from layouts import (
     SERIAL,
     SHAPE,
     layouts,
-    load_of,
-    local_load,
+    make_load,
+    make_local_load,
 )
 
 from hf_distca.config import DistCAConfig
@@ -32,8 +32,8 @@ from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
 
-def spanning_layout() -> Layout:
-    """One document head and tail over four of eight ranks, the rest in pieces of all sizes."""
+def build_spanning_layout() -> Layout:
+    """Build a layout: four ranks hold heads and tails of one document, three hold short ones."""
     part = 16384
     ranks = [[(0, r * part, part), (0, (7 - r) * part, part)] for r in range(4)]
     short = [[2048] * 16, [1000] * 32, [30000, 2768], []]
@@ -43,7 +43,7 @@ def spanning_layout() -> Layout:
     )
 
 
-@example(  # two ranks give, and the first of them more than it has to
+@example(  # two ranks give work, and the first gives more than necessary
     Layout(
         np.array([0, 1, 2, 3, 4, 5, 7, 8, 6, 8]),
         np.array([0] * 9 + [99999]),
@@ -66,21 +66,21 @@ def test_tolerance_holds_up_to_two_tiles(
         DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16),
         replace(PAIRS, window=window),
     )
-    seconds = load_of(layout, cost, config).compute_seconds
-    # What can move is at least a tile of rows, at most as deep as the longest document.
+    seconds = make_load(layout, cost, config).compute_seconds
+    # The smallest move is one tile of rows, which costs most at the end of the longest document.
     tile = float(cost.estimate_seconds(16, max(layout.longest, 16))[0])
     assert seconds.max() <= seconds.mean() * (1 + tolerance) + 2 * tile
 
 
-def test_what_ping_pong_hides_is_moved_for_less() -> None:
-    # With a window, a row takes longer to send than to compute, and still not longer than all the
-    # compute beside it.
+def test_plan_moves_work_whose_exchange_ping_pong_hides() -> None:
+    # With a window, sending a row takes longer than computing it, but the compute of all other rows
+    # hides the exchange.
     cost = replace(CUDA, window=8192)
     layout = Layout.from_lengths([[65536], [2048] * 32, [2048] * 32, [2048] * 32])
-    plain, load = balance(layout, cost, SERIAL), load_of(layout, cost, PING_PONG)
+    plain, load = balance(layout, cost, SERIAL), make_load(layout, cost, PING_PONG)
     assert load.plan.moved
     assert load.slowest_seconds < PlanLoad(plain, cost, overlapped=True).slowest_seconds
-    assert load.slowest_seconds < 0.8 * local_load(layout, cost).slowest_seconds
+    assert load.slowest_seconds < 0.8 * make_local_load(layout, cost).slowest_seconds
 
 
 def test_a_wider_tolerance_moves_less() -> None:
@@ -101,7 +101,7 @@ def test_a_wider_tolerance_moves_less() -> None:
     ],
 )
 @pytest.mark.parametrize("cost", [PAIRS, CPU, CUDA], ids=lambda cost: cost.name)
-def test_small_worlds_and_balanced_ones_stay(ranks: list[list[int]], cost: CostModel) -> None:
+def test_small_or_balanced_layouts_move_nothing(ranks: list[list[int]], cost: CostModel) -> None:
     plan = balance(Layout.from_lengths(ranks), cost, DistCAConfig())
     assert plan.digest == Plan.make_local(plan.layout).digest
 
@@ -112,14 +112,14 @@ def test_ranks_without_tokens_serve() -> None:
     assert summarize_plan(plan, PAIRS)["pairs_imbalance_after"] <= 1.02
 
 
-def test_balance_off_stays() -> None:
+def test_plan_moves_nothing_if_balance_is_off() -> None:
     plan = balance(Layout.from_lengths(LONG), PAIRS, DistCAConfig(balance=False))
     assert plan.digest == Plan.make_local(plan.layout).digest
 
 
-def test_min_gain() -> None:
+def test_plan_moves_nothing_for_less_than_min_gain() -> None:
     layout = Layout.from_lengths([[4096], [4096], [4096], [3400]])
-    free = load_of(layout, PAIRS, DistCAConfig(min_gain=0.0))
+    free = make_load(layout, PAIRS, DistCAConfig(min_gain=0.0))
     gain = 1 - free.slowest_seconds / PAIRS.estimate_seconds(4096, 4096)[0]
     assert gain > 0
     assert balance(layout, PAIRS, DistCAConfig(min_gain=gain * 0.99)).moved
@@ -136,9 +136,8 @@ def test_a_slow_link_keeps_work_at_home() -> None:
     assert not balance(layout, slow, DistCAConfig()).moved
 
 
-def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
-    # At 5 GB/s the exchange costs about what it gains: fewer bytes for half the gain may still win,
-    # and never lose.
+def test_plan_over_slow_links_is_no_slower_than_moving_nothing() -> None:
+    # At 5 GB/s, the exchange costs about as much as it gains.
     layout = Layout.from_lengths(LONG)
     for bytes_per_second in (1e9, 3e9, 5e9, 1e10):
         cost = CostModel(SHAPE, CUDA.forward, CUDA.backward, bytes_per_second, 1e-4)
@@ -146,7 +145,7 @@ def test_a_coarser_plan_where_the_fine_one_does_not_pay() -> None:
         assert summary["slowest_seconds_after"] <= summary["slowest_seconds_before"]
 
 
-def test_no_cost_per_pair_is_nothing_to_balance() -> None:
+def test_plan_moves_nothing_if_pairs_cost_nothing() -> None:
     free = CostModel.make_analytic(SHAPE)
     kernel = type(free.forward)(1e-6, 1e12, np.inf)
     layout = Layout.from_lengths(LONG)
@@ -155,16 +154,16 @@ def test_no_cost_per_pair_is_nothing_to_balance() -> None:
 
 @pytest.mark.parametrize("path", sorted(PLACEMENTS.rglob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("window", [None, 1024, 4096])
-def test_real_placements(path: Path, window: int | None) -> None:
+def test_recorded_placements_are_planned_fast_and_evenly(path: Path, window: int | None) -> None:
     cost, layout = replace(PAIRS, window=window), read_placement(path)
     begin = time.perf_counter()
     plan = balance(layout, cost, DistCAConfig())
     assert time.perf_counter() - begin < 2, "about 0.05 s on a free core"
-    # Where less than the smallest gain is to be had, the plan moves nothing.
+    # A plan that would gain less than min_gain moves nothing.
     most = 1.011 if (plan.home != plan.server).any() else 1.025
     found = summarize_plan(plan, cost)["pairs_imbalance_after"]
     assert found <= (1.02 if window is None else most)
 
 
-def test_six_placements_of_real_documents_are_there() -> None:
+def test_six_placements_of_public_documents_exist() -> None:
     assert len(list((PLACEMENTS / "public").glob("*.json"))) == 6

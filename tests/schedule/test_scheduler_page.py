@@ -15,17 +15,17 @@ SOURCES = {
 }
 
 
-def test_the_example_prints_what_stands_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_prints_the_output_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = PAGE.split("```python\n")[1].split("```\n")[0::2][:2]
     exec(code, {})
     assert capsys.readouterr().out.strip() == printed.strip()
 
 
-def test_the_page_is_read_in_a_sitting() -> None:
+def test_page_has_at_most_1500_words() -> None:
     assert len(PAGE.split()) <= 1500
 
 
-def test_names_and_files_are_in_the_sources() -> None:
+def test_names_and_files_on_the_page_are_in_the_sources() -> None:
     text = "".join(SOURCES.values())
     for name in re.findall(r"`schedule/(\w+\.py)`", PAGE):
         assert name in SOURCES

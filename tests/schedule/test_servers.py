@@ -1,4 +1,4 @@
-"""Plans with ranks that hold no tokens: the servers of a pool."""
+"""Plans with ranks without tokens, which are the servers of a pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import PAIRS, load_of
+from layouts import PAIRS, make_load
 
 from hf_distca import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -19,17 +19,17 @@ RANKS = st.lists(st.one_of(LENGTHS, st.just([])), min_size=2, max_size=8).filter
 IN_POOL = DistCAConfig(serve_in_place=False)
 
 
-def test_servers_take_what_ranks_have_above_the_mean() -> None:
-    seconds = load_of(Layout.from_lengths([[16384]] * 3 + [[]]), PAIRS, IN_POOL).compute_seconds
+def test_servers_take_the_work_above_the_mean() -> None:
+    seconds = make_load(Layout.from_lengths([[16384]] * 3 + [[]]), PAIRS, IN_POOL).compute_seconds
     assert seconds.max() <= 1.03 * seconds.mean()
 
 
-def test_without_servers_nothing_moves_if_nobody_serves_in_place() -> None:
+def test_nothing_moves_without_servers_if_serve_in_place_is_off() -> None:
     assert not balance(Layout.from_lengths([[16384], [64] * 8]), PAIRS, IN_POOL).moved
 
 
 @given(RANKS, st.data())
-def test_a_layout_among_more_ranks_has_the_same_tokens(
+def test_layout_placed_on_holders_keeps_its_segments(
     ranks: list[list[int]], data: st.DataObject
 ) -> None:
     holds = data.draw(st.permutations([True] * len(ranks) + [False] * 3))
@@ -42,7 +42,7 @@ def test_a_layout_among_more_ranks_has_the_same_tokens(
 
 
 @pytest.mark.parametrize("place", [0, 3])
-def test_context_stays_with_its_rank_among_more(place: int) -> None:
+def test_layout_placed_on_holders_keeps_context_on_its_ranks(place: int) -> None:
     layout = Layout.from_segments([[(0, 0, 100), (0, 100, 50)], [(1, 0, 10)]], context=[0, 0])
     two = Layout(layout.document, layout.start, layout.length, layout.offsets, np.array([0, 1]))
     holds = [True] * 4

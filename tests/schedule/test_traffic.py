@@ -1,6 +1,4 @@
-"""What ranks send and receive, counted from segments and needs, is what the runs of keys between
-ranks say.
-"""
+"""The tokens that PlanLoad counts equal the tokens of the key transfers between ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +33,9 @@ def check_tokens(plan: Plan) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(layouts(longest=200_000), CONFIGS, st.sampled_from(MODELS))
-def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostModel) -> None:
+def test_key_tokens_of_any_plan_equal_its_key_transfers(
+    layout: Layout, config: DistCAConfig, cost: CostModel
+) -> None:
     plan = balance(layout, cost, config, allow_relays=False)
     check_tokens(plan)
     relieved = add_relays(PlanLoad(plan, cost))
@@ -45,13 +45,15 @@ def test_tokens_of_any_plan(layout: Layout, config: DistCAConfig, cost: CostMode
 
 @settings(max_examples=50, deadline=None)
 @given(layouts(), st.randoms(use_true_random=False))
-def test_tokens_of_tasks_anywhere(layout: Layout, random_: random.Random) -> None:
+def test_key_tokens_of_random_servers_equal_the_key_transfers(
+    layout: Layout, random_: random.Random
+) -> None:
     local = Plan.make_local(layout)
     tasks = [CATask(*task[:4], random_.randrange(layout.world_size)) for task in local.tasks]
     check_tokens(Plan.from_tasks(layout, tasks))
 
 
-def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
+def test_key_tokens_of_relays_count_head_groups() -> None:
     layout = Layout.from_lengths([[2**18], *[[4096] * 8] * 15])
     relieved = add_relays(PlanLoad(balance(layout, CUDA, DistCAConfig(), allow_relays=False), CUDA))
     assert relieved.plan.relays is not None
@@ -59,7 +61,7 @@ def test_relays_of_head_groups_are_counted_as_they_are_sent() -> None:
     np.testing.assert_array_equal(relieved.key_tokens, PlanLoad(relieved.plan, CUDA).key_tokens)
 
 
-def test_context_alone_is_no_traffic() -> None:
+def test_context_alone_sends_no_keys() -> None:
     layout = Layout.from_segments([[(0, 0, 1), (1, 0, 1)], [(1, 1, 1)], []], [0, 1, 0])
     load = PlanLoad(Plan.make_local(layout), PAIRS)
     assert load.key_tokens[0].tolist() == [0, 0, 0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import CUDA, PING_PONG, SERIAL, layouts, load_of
+from layouts import CUDA, PING_PONG, SERIAL, layouts, make_load
 
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
@@ -21,16 +21,16 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 
 ONE_RATE = replace(CUDA, node_bytes_per_second=None)
-# Bytes of a query and of a key are 38 and 12; 10 bytes a second between nodes, 100 inside.
+# A query has 38 bytes and a key 12. Links carry 10 bytes a second between nodes, 100 inside.
 SMALL = AttentionShape(1, 1, 1, 1, 2)
 FREE = KernelCost(0.0, np.inf, np.inf)
 SLOW = CostModel(SMALL, FREE, FREE, 10.0, node_bytes_per_second=100.0)
 QUERY, KEY = SMALL.moved_query_bytes, SMALL.moved_key_bytes
 
 
-def two_moves() -> Plan:
-    """Four ranks in two nodes. Rank 0 gives 4 rows with 16 keys to rank 1, in its node, and 2 rows
-    with 12 keys to rank 2.
+def plan_two_moves() -> Plan:
+    """Plan two nodes of two ranks: rank 0 gives 4 rows with 16 keys to rank 1 in its node, and 2
+    rows with 12 keys to rank 2.
     """
     layout = Layout.from_segments([[(0, 0, 16)], [], [(1, 0, 4)], []])
     return Plan.from_tasks(
@@ -38,9 +38,9 @@ def two_moves() -> Plan:
     )
 
 
-def long_and_short(nodes: int, per_node: int) -> Layout:
-    """On every node, half of the ranks hold a long document and the others short ones: nodes are
-    even among themselves.
+def mix_lengths(nodes: int, per_node: int) -> Layout:
+    """Build a layout with a long document on half of the ranks of every node, so all nodes have
+    equal work.
     """
     ranks = range(nodes * per_node)
     return Layout.from_lengths(
@@ -50,45 +50,45 @@ def long_and_short(nodes: int, per_node: int) -> Layout:
 
 def test_every_peer_adds_to_the_fixed_seconds_of_an_exchange() -> None:
     load = PlanLoad(
-        two_moves(), replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25), ranks=Ranks(per_node=2)
+        plan_two_moves(),
+        replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25),
+        ranks=Ranks(per_node=2),
     )
     assert load.peer_counts.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
     assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx(
         [6.0, 5.0, 5.0, 4.0]
     )
-    assert not PlanLoad(two_moves(), SLOW).peer_counts.any(), "not counted where they cost nothing"
+    assert not PlanLoad(plan_two_moves(), SLOW).peer_counts.any(), "peers cost nothing here"
 
 
-def test_bytes_inside_nodes_and_between_them() -> None:
-    load = PlanLoad(two_moves(), SLOW, ranks=Ranks(per_node=2))
+def test_bytes_inside_and_between_nodes_are_counted_separately() -> None:
+    load = PlanLoad(plan_two_moves(), SLOW, ranks=Ranks(per_node=2))
     inside, between = 4 * QUERY + 16 * KEY, 2 * QUERY + 12 * KEY
     assert load.node_bytes.intra_node.tolist() == [[inside, 0, 0, 0], [0, inside, 0, 0]]
     assert load.node_bytes.inter_node.tolist() == [[between, 0, 0, 0], [0, 0, between, 0]]
     assert sum(load.node_bytes).tolist() == load.exchange_bytes.tolist()
 
 
-def test_links_inside_and_between_carry_at_the_same_time() -> None:
-    load = PlanLoad(two_moves(), SLOW, ranks=Ranks(per_node=2))
+def test_links_inside_and_between_nodes_work_at_the_same_time() -> None:
+    load = PlanLoad(plan_two_moves(), SLOW, ranks=Ranks(per_node=2))
     inside, between = (4 * QUERY + 16 * KEY) / 100, (2 * QUERY + 12 * KEY) / 10
     assert between > inside
     assert load.exchange_seconds.tolist() == [between, inside, between, 0]
     slow_inside = PlanLoad(
-        two_moves(), replace(SLOW, node_bytes_per_second=10.0), ranks=Ranks(per_node=2)
+        plan_two_moves(), replace(SLOW, node_bytes_per_second=10.0), ranks=Ranks(per_node=2)
     )
     assert slow_inside.exchange_seconds[0] == pytest.approx(10 * inside)
-    one_level = PlanLoad(two_moves(), SLOW)
+    one_level = PlanLoad(plan_two_moves(), SLOW)
     assert one_level.exchange_seconds[0] == pytest.approx(10 * inside + between)
 
 
-def test_a_link_that_ranks_of_a_node_share() -> None:
-    """It carries for whoever has something to send: rank 0 alone is twice as fast, and rank 1 waits
-    for the link it shares.
-    """
-    load = PlanLoad(two_moves(), replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=2))
+def test_ranks_that_share_a_link_wait_for_its_total_traffic() -> None:
+    """Rank 0 sends alone, so it has the whole link; rank 1 waits for the shared link."""
+    load = PlanLoad(plan_two_moves(), replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=2))
     between = (2 * QUERY + 12 * KEY) / 10
     assert load.exchange_seconds.tolist() == [between / 2] * 4
-    # No link is shared beyond a node, and the last one of a node may have fewer ranks.
-    wide = PlanLoad(two_moves(), replace(SLOW, ranks_per_link=3), ranks=Ranks(per_node=2))
+    # Ranks of different nodes share no link, and the last link of a node may have fewer ranks.
+    wide = PlanLoad(plan_two_moves(), replace(SLOW, ranks_per_link=3), ranks=Ranks(per_node=2))
     assert wide.exchange_seconds.tolist() == [between / 2] * 4
     layout = Layout.from_segments([[(0, 0, 16)], [], [], [(1, 0, 4)], [], []])
     plan = Plan.from_tasks(layout, [(0, 0, 10, 0, 0), (0, 10, 16, 0, 5), (1, 0, 4, 3, 3)])
@@ -98,11 +98,11 @@ def test_a_link_that_ranks_of_a_node_share() -> None:
 
 
 @pytest.mark.parametrize("config", [SERIAL, PING_PONG], ids=["serial", "ping-pong"])
-def test_work_stays_in_nodes_that_are_even_among_themselves(config: DistCAConfig) -> None:
-    layout, ranks = long_and_short(nodes=8, per_node=8), Ranks(per_node=8)
+def test_work_stays_in_nodes_that_have_equal_work(config: DistCAConfig) -> None:
+    layout, ranks = mix_lengths(nodes=8, per_node=8), Ranks(per_node=8)
     blind = balance(layout, CUDA, config)
     before = PlanLoad(blind, CUDA, overlapped=config.ping_pong, ranks=ranks)
-    after = load_of(layout, CUDA, config, ranks)
+    after = make_load(layout, CUDA, config, ranks)
     assert after.node_bytes.inter_node[0].sum() <= 0.02 * before.node_bytes.inter_node[0].sum()
     assert after.slowest_seconds <= max(
         before.slowest_seconds, (1 + config.tolerance) * after.compute_seconds.mean()
@@ -110,31 +110,32 @@ def test_work_stays_in_nodes_that_are_even_among_themselves(config: DistCAConfig
     assert after.compute_seconds.max() <= 1.02 * after.compute_seconds.mean()
 
 
-def test_nodes_that_are_not_even_share_work() -> None:
-    """All long documents are on one node: the others still get their part."""
+def test_nodes_that_have_unequal_work_share_it() -> None:
     layout = Layout.from_lengths([[65536]] * 4 + [[8192]] * 12)
-    load = load_of(layout, CUDA, PING_PONG, Ranks(per_node=4))
+    load = make_load(layout, CUDA, PING_PONG, Ranks(per_node=4))
     assert load.compute_seconds.max() <= 1.02 * load.compute_seconds.mean()
     assert load.node_bytes.inter_node[0].sum() > 0
 
 
 @given(layouts(), st.sampled_from([SERIAL, PING_PONG]), st.sampled_from([1, 2, 3]))
 @settings(max_examples=30)
-def test_one_rate_is_one_level(layout: Layout, config: DistCAConfig, per_node: int) -> None:
+def test_one_rate_makes_nodes_irrelevant(
+    layout: Layout, config: DistCAConfig, per_node: int
+) -> None:
     if layout.world_size % per_node == 0:
         nodes = balance(layout, ONE_RATE, config, Ranks(per_node=per_node))
         assert nodes.digest == balance(layout, CUDA, config).digest
 
 
-def test_one_node_has_but_fast_links() -> None:
-    inside = load_of(long_and_short(1, 8), CUDA, SERIAL, Ranks(per_node=8))
+def test_ranks_of_one_node_use_only_fast_links() -> None:
+    inside = make_load(mix_lengths(1, 8), CUDA, SERIAL, Ranks(per_node=8))
     between = PlanLoad(inside.plan, CUDA)
     ratio = between.wire_seconds.max(axis=0) / inside.wire_seconds.max(axis=0)
     assert ratio == pytest.approx(np.full(8, 300 / 40))
 
 
-def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
-    layout, ranks = long_and_short(2, 4), Ranks(per_node=4)
+def test_summary_separates_bytes_inside_and_between_nodes() -> None:
+    layout, ranks = mix_lengths(2, 4), Ranks(per_node=4)
     one, two = (
         summarize_plan(balance(layout, CUDA, DistCAConfig(), on), CUDA, on)
         for on in (Ranks(), ranks)
@@ -146,7 +147,7 @@ def test_the_summary_tells_bytes_inside_from_bytes_between() -> None:
     assert "between nodes" not in format_summary(one)
 
 
-def test_a_model_with_two_rates_as_json() -> None:
+def test_cost_model_with_two_rates_survives_a_json_round_trip() -> None:
     model = replace(CUDA, ranks_per_link=2)
     assert CostModel.from_json(model.to_json()) == model
     assert CostModel.from_json(ONE_RATE.to_json()) == ONE_RATE
@@ -175,7 +176,6 @@ def test_wrong_nodes_are_refused() -> None:
 
 @pytest.mark.parametrize("config", [SERIAL, PING_PONG], ids=["serial", "ping-pong"])
 def test_dealt_documents_are_exchanged_inside_nodes(config: DistCAConfig) -> None:
-    """Long documents lie in nodes, where their exchange is shorter."""
     lengths = [131072] * 4 + [65536] * 4 + [4096] * 64
     loads = []
     for per_node in (None, 8):
@@ -184,18 +184,18 @@ def test_dealt_documents_are_exchanged_inside_nodes(config: DistCAConfig) -> Non
         loads.append(PlanLoad(plan, CUDA, overlapped=config.ping_pong, ranks=Ranks(per_node=8)))
     blind, dealt = loads
     assert dealt.node_bytes.inter_node[0].sum() <= 0.1 * blind.node_bytes.inter_node[0].sum()
-    # overlapped, both are hidden.
+    # With ping-pong, both exchanges are hidden.
     assert dealt.slowest_seconds <= (1.005 if config.ping_pong else 1.0) * blind.slowest_seconds
 
 
-def test_dealing_in_a_node_of_all_ranks_counts_on_its_links() -> None:
+def test_deal_inside_one_node_uses_the_rate_of_its_links() -> None:
     lengths = [131072] + [4096] * 32
     one, fast = (
         deal(lengths, 8, sum(lengths) // 8, CUDA, ranks_per_node=per_node) for per_node in (None, 8)
     )
     assert one.world_size == fast.world_size == 8
     slowest = [
-        load_of(layout, CUDA, SERIAL, Ranks(per_node=8)).slowest_seconds for layout in (one, fast)
+        make_load(layout, CUDA, SERIAL, Ranks(per_node=8)).slowest_seconds for layout in (one, fast)
     ]
     assert slowest[1] <= slowest[0]
     same = deal(lengths, 8, sum(lengths) // 8, ONE_RATE, ranks_per_node=8)

@@ -1,12 +1,12 @@
-"""Slices and plans for layers with a sliding window."""
+"""Plans for layers with a sliding window."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from layouts import CPU, CUDA, LONG, PAIRS, load_of
-from test_scheduler import spanning_layout
+from layouts import CPU, CUDA, LONG, PAIRS, make_load
+from test_scheduler import build_spanning_layout
 
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
@@ -17,21 +17,21 @@ from hf_distca.schedule.plan import Plan
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout.from_lengths(LONG), spanning_layout()], ids=["whole", "spanning"]
+    "layout", [Layout.from_lengths(LONG), build_spanning_layout()], ids=["whole", "spanning"]
 )
 @pytest.mark.parametrize("model", [PAIRS, CPU], ids=lambda model: model.name)
 @pytest.mark.parametrize("window", [1024, 4096, 16384])
 @pytest.mark.parametrize("tolerance", [0.01, 0.05])
-def test_no_rank_ends_after_the_tolerance(
+def test_every_rank_ends_within_tolerance_of_the_mean(
     layout: Layout, model: CostModel, window: int, tolerance: float
 ) -> None:
     cost = replace(model, window=window)
-    seconds = load_of(layout, cost, DistCAConfig(tolerance=tolerance)).compute_seconds
+    seconds = make_load(layout, cost, DistCAConfig(tolerance=tolerance)).compute_seconds
     assert seconds.max() <= seconds.mean() * (1 + tolerance) * 1.015
 
 
-def test_long_documents_move_in_one_run() -> None:
-    # Half of rank 0's work, in whole windows: one slice, for which a window of keys comes on top.
+def test_half_of_a_long_document_moves_as_one_slice() -> None:
+    # Half of the work of rank 0 moves as one slice, which needs one more window of keys.
     layout = Layout.from_lengths([[65536], []])
     cost = replace(PAIRS, window=1024)
     plan = balance(layout, cost, DistCAConfig())
@@ -48,7 +48,7 @@ def test_rows_that_take_longer_to_send_than_to_compute_stay() -> None:
         assert plan.moved == moves
 
 
-def test_figures_are_those_of_the_plans_window() -> None:
+def test_load_uses_the_window_of_the_plan() -> None:
     layout = Layout.from_lengths(LONG)
     for window in (None, 100):
         plan = Plan.make_local(layout, window)
@@ -60,7 +60,7 @@ def test_figures_are_those_of_the_plans_window() -> None:
         assert (PlanLoad(plan, PAIRS).pairs / 2**30).tolist() == pytest.approx(figures[0])
 
 
-def test_a_window_and_one_rank_or_balance_off() -> None:
+def test_plan_that_moves_nothing_keeps_the_window() -> None:
     cost = replace(PAIRS, window=100)
     for ranks, config in (([[4000]], DistCAConfig()), ([[4000], []], DistCAConfig(balance=False))):
         plan = balance(Layout.from_lengths(ranks), cost, config)

@@ -54,10 +54,10 @@ class OneStageSchedule(PipelineScheduleSingle):
             self._internal_losses.append(self._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
 
     def get_loss(self, number: int) -> torch.Tensor:
-        """Return the loss of a micro-batch, from which backward begins.
+        """Return the loss of micro-batch `number`, for its backward.
 
         With `scale_grads`, this loss is divided by the number of micro-batches. torch's schedules
-        divide the gradients at the end of a step instead, including those of earlier steps.
+        instead divide gradients at the end of a step, including gradients of earlier steps.
         """
         return self._internal_losses[number] / (self.micro_batches if self.scale_grads else 1)
 

@@ -34,8 +34,8 @@ _NO_ROUTE = Route(TaskBatch((), (), (), ()), NOTHING_POOLED, exchanges=True)
 
 
 class LayerKindRecorder(LayerPlanner):
-    """Records the kind of each attention call of a stage, in the order of the calls. The forward in
-    which it records involves no other ranks and computes no attention.
+    """Records the kind of each attention call in a forward of a stage, in the order of the calls.
+    This forward involves no other ranks and computes no attention.
 
     Attributes:
         kinds: the kind of each call, by the `id` of its module.

@@ -96,7 +96,10 @@ def _collect_weights(model: StageModel) -> dict[str, torch.Tensor]:
 def _save_stage(
     model: PreTrainedModel, part: Path, weights: dict[str, torch.Tensor], kwargs: dict[str, Any]
 ) -> None:
-    """Save a stage like a separate model, even on ranks above 0, which transformers 5.23 skips."""
+    """Save a stage like a separate model, on any rank.
+
+    By default, transformers 5.23 saves only on rank 0.
+    """
     writer: Any = model
     writer.should_save_on_this_rank = lambda *_, **__: True
     try:

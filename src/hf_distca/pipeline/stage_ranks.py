@@ -37,7 +37,8 @@ class StageFacts(NamedTuple):
         stage: index of the stage.
         copy: first rank of the stage's copy of the model, as the identifier of this copy.
         dtype: index in `DTYPES` of the dtype of the hidden states that the stage hands on.
-        trained: whether the stage's copy of a tied weight is trained; None without such a copy.
+        trained: whether the tied weight on this stage is trained; None if the stage has no tied
+            weight.
         kinds: `LayerKind.numbers` of each attention call of the stage.
     """
 
@@ -191,8 +192,8 @@ def _make_pipeline(stages: Sequence[StageFacts], group: AttentionGroup, device: 
     for rank, facts in zip(group.ranks, stages, strict=True):
         if facts.kinds != by_stage[facts.stage].kinds:
             raise DistCADesyncError(
-                f"the attention of stage {facts.stage} on rank {rank} differs from this stage in"
-                " other copies of the model: give all ranks the same model."
+                f"stage {facts.stage} has different attention on rank {rank} and in other copies of"
+                " the model: give all ranks the same model."
             )
     kinds = [
         [LayerKind.from_numbers(numbers, device) for numbers in by_stage[stage].kinds]

@@ -214,8 +214,8 @@ def clip_grad_norm_(stage: Stage, max_norm: float) -> torch.Tensor:
     This is `torch.nn.utils.clip_grad_norm_` over all stages.
 
     All ranks must call it, after `Schedule.step` and before the step of the optimizer. A tied
-    weight, of which two stages have a copy, counts once. Gradients may be sharded (FSDP2, tensor
-    parallelism).
+    weight counts once, although two stages have a copy of it. Gradients may be sharded (FSDP2,
+    tensor parallelism).
 
     Args:
         stage: stage of this rank.

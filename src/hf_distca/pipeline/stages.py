@@ -137,7 +137,7 @@ def split(
     model = unwrap_peft(model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
-            f"split() got a {type(model).__name__}: give it the model of transformers itself, and"
+            f"split() got a {type(model).__name__}: give it the transformers model itself, and"
             " wrap stage.submod of the returned stage instead."
         )
     if any(
@@ -206,8 +206,7 @@ def from_pretrained(
             # This stage has nothing to tie, because the head is on the last stage.
             self.all_tied_weights_keys = {}
 
-    # Do not warn of weights in the checkpoint that this model lacks, because other stages have
-    # them.
+    # Do not warn about weights of other stages, which this model lacks.
     names = {
         "__init__": __init__,
         "__module__": base.__module__,

@@ -28,9 +28,9 @@ from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import IntArray, Layout
 
 _SAME = (
-    ". Give all ranks the same model, settings and micro-batches, or shares of one data set in one"
-    " order, and call Schedule.step or Schedule.eval, train() or eval() in the same way on all of"
-    " them."
+    ". Give all ranks the same model, the same settings, and the same micro-batches (or shares of"
+    " one data set in one order). Make the same calls to Schedule.step, Schedule.eval, train() and"
+    " eval() on all ranks."
 )
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, as an int64
 _CHUNK = 1 << 22  # elements that are multiplied at once
@@ -92,7 +92,7 @@ def check_facts(
     """Compare the `hash_settings` of all ranks' facts. `facts` are this rank's facts.
     If hashes differ, raise a `DistCADesyncError` that names the facts that differ.
     """
-    description = f"ranks do not run the same in {label}"
+    description = f"ranks do not agree in {label}"
     check_shared_settings(group, np.array(hashes), facts, description, _SAME)
 
 
@@ -138,8 +138,8 @@ def _check_copy(steps: Mapping[int, StepRow], facts: SharedSettings, label: str)
     if len(set(checksums.values())) > 1:
         holders = " and ".join(map(str, checksums))
         raise DistCADesyncError(
-            f"{facts[TIED]} are one weight, of which ranks {holders} have a copy each. The copies"
-            f" differ in {label}. Make all stages from one model, give their optimizers the same"
+            f"{facts[TIED]} are one weight. Ranks {holders} have copies of it, which differ in"
+            f" {label}. Make all stages from one model, give their optimizers the same"
             " settings, and clip gradients with hf_distca.pipeline.clip_grad_norm_, which takes the"
             " norm over all stages."
         )

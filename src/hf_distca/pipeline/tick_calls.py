@@ -118,7 +118,7 @@ class OwnCall(NamedTuple):
     """Identifier of an attention call of a micro-batch.
 
     Attributes:
-        number: number of the call among the calls of the stage, from 0.
+        number: index of the call among the calls of the stage.
         nano: nano-batch of the call; 0 for the whole micro-batch.
     """
 
@@ -131,7 +131,7 @@ class CallPart:
     """A rank's part in a call of attention that stages make together.
 
     Attributes:
-        number: number of the call among the calls of a forward; equal for both nano-batches.
+        number: index of the call among the calls of a forward; equal for both nano-batches.
         name: description of the call, the same on all ranks.
         kind: kind of the layers. Its key includes the nano-batch of the call.
         own_call: the call of this rank's own micro-batch; None if the rank only serves.
@@ -179,8 +179,8 @@ class MicroBatch:
         number: number of the micro-batch in the step.
         name: name in errors.
         documents: documents of this rank.
-        layouts: layout of the documents of each part of a micro-batch. Each copy of the model
-            counts as one rank.
+        layouts: layout of each part of each micro-batch. In a layout, each copy of the model counts
+            as one rank.
         forward: `serve_others` for the tick in which the forward of the micro-batch runs.
         backward: `serve_others` for the tick in which the backward runs; None before this tick.
         parts: this rank's part in each forward call of the micro-batch.

@@ -75,7 +75,7 @@ class JointCall:
 
     Attributes:
         kind: kind of the call on all of these stages.
-        calls: for each stage, the number of the call in the stage's own forward; None for stages
+        calls: for each stage, the index of the call in the stage's own forward; None for stages
             that do not make this call.
     """
 
@@ -152,9 +152,9 @@ class TickPlans:
     Attributes:
         order: the ticks.
         pipeline: the stage of each rank.
-        layouts: layout of the documents of each part of a micro-batch. Each copy of the model
-            counts as one rank.
-        costs: cost models of the layers, by their plan keys for whole micro-batches.
+        layouts: layout of each part of each micro-batch. In a layout, each copy of the model counts
+            as one rank.
+        costs: cost model of each kind of layer, by its plan key for whole micro-batches.
         config: the settings. With `ping_pong`, layers run as two nano-batches, each with its own
             plan.
         name: name of the step, for errors.
@@ -231,7 +231,7 @@ class TickPlans:
         return self._plans[inputs]
 
     def _build_layout(self, parts: tuple[MicroBatchPart | None, ...]) -> Layout:
-        """Build the layout on all ranks of the micro-batch parts that stages run in a call.
+        """Build the layout of a call on all ranks. `parts` has each stage's part of a micro-batch.
 
         Each micro-batch is on at most one stage.
         """

@@ -120,8 +120,8 @@ def read_invitation(store: Store, seconds: float) -> dict[str, Any]:
 
 
 def join_group(invitation: Mapping[str, Any], store: Store, number: int) -> AttentionGroup:
-    """Build the group to which rank 0 invites. `number` is the global rank of a rank that trains.
-    Servers continue this numbering. For errors see `AttentionGroup.create`.
+    """Build the group to which rank 0 invites. `number` is the global rank of this process. Servers
+    are numbered after the ranks that train. For errors see `AttentionGroup.create`.
     """
     ranks = tuple(invitation["ranks"])
     place = ranks, ranks.index(number)

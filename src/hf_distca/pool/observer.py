@@ -67,7 +67,7 @@ class PoolObserver:
         self.wait_seconds = wait_seconds
         self.servers: dict[str, JsonLineConnection] = {}
         self.group = AttentionGroup()
-        self._world: dist.ProcessGroup | None = None  # the world of the group's ranks
+        self._world: dist.ProcessGroup | None = None  # the world when `group` was made
         self._count = count(1)
         self._forgotten = deque[str]()
         self._names = dict[int, str]()  # names, by the id of the named object
@@ -167,8 +167,8 @@ class PoolObserver:
     def announce(
         self, group: AttentionGroup, step: str, arguments: Mapping[str, Any], serial: int = 0
     ) -> None:
-        """Announce a step of the group to its servers, with the names of the objects that servers
-        can forget. The names of the step's results contain `serial`. Do nothing if the group has no
+        """Announce a step of the group to its servers, and tell them which objects this rank has
+        dropped. The names of the step's results contain `serial`. Do nothing if the group has no
         servers.
 
         Raises:
@@ -209,7 +209,7 @@ class PoolObserver:
             if theirs != ours:
                 raise ConfigError(
                     f"{name} runs {theirs}, but rank 0 runs {ours}. Install one version on all"
-                    " nodes, and let all processes see GPUs or none."
+                    " nodes, and make GPUs visible to all processes, or to none."
                 )
             connections[name] = connect_server(name, (host, port), token, seconds)
         node_of = [rank * self.nodes // ranks for rank in range(ranks)]

@@ -295,8 +295,8 @@ def _outlive_briefly(
     connection.wait_for_end()
     time.sleep(_LONGER_SECONDS)
     log(
-        f"{server.done}; ended: rank 0 has ended unexpectedly, see its log ({_LONGER_SECONDS:g} s"
-        " ago)"
+        f"{server.done}; ended: rank 0 has ended unexpectedly, see its log (this server"
+        f" waited {_LONGER_SECONDS:g} s longer)"
     )
     os._exit(1)
 

@@ -64,7 +64,7 @@ def advise(run: Run, ways: Sequence[Way]) -> Advice:
         text += f' hf-distca gains nothing over "{other.title}"{how}.'
         return Advice(False, ours.title, other.title, gain, text, ())
     if gain < _CLOSE:
-        text += " An estimate cannot tell which is faster by so little: try it first."
+        text += " The estimate may be wrong about so small a difference: try both."
     lines = ['model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")']
     options = "--attn-implementation distca"
     if ours is dealt:

@@ -40,8 +40,8 @@ def count_model(path: Path) -> Model:
             model = AutoModelForCausalLM.from_config(text, attn_implementation="eager")  # type: ignore[no-untyped-call]
     except Exception as error:  # the model's own code may raise anything
         raise ConfigError(
-            f"transformers cannot build the {text.model_type!r} model of {path} to write text:"
-            f" {error}"
+            f"transformers cannot build a causal language model of type {text.model_type!r} from"
+            f" {path}: {error}"
         ) from error
     modules = dict(model.named_modules(remove_duplicate=False))
     attending = sum(

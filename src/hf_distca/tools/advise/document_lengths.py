@@ -97,8 +97,8 @@ def from_list(lengths: npt.ArrayLike, name: str, longest: int | None = None) -> 
 class _Mixture:
     """A mixture of short and long documents. Lengths of each kind have a lognormal distribution.
 
-    Both distributions are fitted to a list made for contexts of 65,536 tokens. For longer contexts,
-    the lengths of long documents are multiplied in proportion.
+    Both distributions are fitted to document lengths in contexts of 65,536 tokens. In contexts
+    of another length, the lengths of long documents are scaled in proportion.
 
     Attributes:
         name: name of the mixture.

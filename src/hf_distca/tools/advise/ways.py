@@ -220,8 +220,8 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
 
 
 def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
-    """Make the way of hf-distca. Every kind of layer is planned as in training. Many ranks form
-    several groups, each with its own documents.
+    """Make the way of hf-distca. Every kind of layer is planned as in training. If there are
+    many ranks, they form several groups, each with its own documents.
     """
     config = DistCAConfig()
     group = config.group_ranks(run.ranks)

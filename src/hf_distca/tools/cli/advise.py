@@ -189,8 +189,8 @@ def _show_ways(about: str, ways: Sequence[Way]) -> None:
         "slowest / mean: seconds of attention and its messages on the slowest rank, divided by mean"
         " attention seconds. speed: relative to the run as it is. waits: mean fraction of a"
         " step in which a rank computes nothing. most tokens: on one rank. attention: fraction left"
-        " when documents are cut. Exchanges of weights are left out, and products run at the best"
-        " rate of the GPU.",
+        " when documents are cut. Exchanges of weights are left out, and matrix products run at the"
+        " best rate of the GPU.",
         style="dim",
     )
 

@@ -166,10 +166,10 @@ def plan(options: Options) -> None:
 
     DOCUMENTS holds {"rank_segments": [[[document, start, end], ...] per rank]}. A segment may have
     a fourth number, the length of the document. If no document crosses ranks, DOCUMENTS may hold
-    {"lengths": [[tokens of a document, ...] per rank]} instead. The default layer is that of
+    {"lengths": [[length of a document, ...] per rank]} instead. The default layer is that of
     Llama-3-8B in bfloat16.
 
-    With --deal, DOCUMENTS holds [tokens of a document, ...]. The result is a placement that
+    With --deal, DOCUMENTS holds [length of a document, ...]. The result is a placement that
     `hf-distca plan` can read. Ranks get equal tokens and about equal attention. With --ping-pong,
     the placement also holds "first_nano_batch": for each rank, the number of tokens in its first
     nano-batch.

@@ -147,8 +147,8 @@ def find(facts: Sequence[BatchFacts], per_node: int | None, *, plans: bool) -> R
 def _plan(
     layers: Sequence[tuple[CostModel, int]], layout: Layout, per_node: int | None
 ) -> tuple[float, float]:
-    """Estimate how long the slowest rank would take under hf-distca, with its messages, summed over
-    all layers. Return two estimates: for the documents as given, and for dealt documents.
+    """Estimate the seconds of the slowest rank under hf-distca, including messages, summed over all
+    layers. Return two estimates: for the documents as given, and for dealt documents.
     """
     ranks, config, size = Ranks(per_node=per_node), DistCAConfig(), layout.world_size
     tokens, rest = divmod(int(layout.length.sum()), size)

@@ -52,8 +52,8 @@ class RunFolder:
         lines = f" (broken lines: {', '.join(map(str, folder.broken))})" * bool(folder.broken)
         if (folder.rows or folder.broken) and not folder.select_rows(RunRow):
             raise ReportError(
-                f"{record} does not tell how a training began, so no page can be made:"
-                f" its first row is missing or broken{lines}. A training that begins or resumes"
+                f"{record} does not tell how the run began, so no page can be made:"
+                f" its first row is missing or broken{lines}. A run that begins or resumes"
                 " with this output_dir writes a new first row."
             )
         if not folder.select_rows(StepsRow):

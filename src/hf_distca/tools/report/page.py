@@ -124,8 +124,8 @@ def draw_pictures(figures: Figures) -> list[Picture]:
 
 
 def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
-    """Draw the attention seconds of each rank. If dealing replaced batches, first draw the slowest
-    rank of the replaced batches. `replaced` is slowest rank / mean in the replaced batches.
+    """Draw the attention seconds of each rank. If dealing replaced the Trainer's own batches, also
+    draw the slowest rank of those batches. `replaced` is the estimated imbalance in those batches.
     """
     before, after = figures.measured_before, figures.measured_after
     slowest = (replaced or 0.0) * sum(before) / len(before)
@@ -149,8 +149,8 @@ def _draw_seconds(figures: PerRank, replaced: float | None) -> Picture:
         "ranks",
         "Attention seconds by rank",
         "Measured seconds in attention kernels, forward and backward, over the whole run. Before:"
-        " seconds for each rank's own documents, wherever they were spent. After: seconds that"
-        f" each rank spent.{_describe_ranks_left_out(len(before))}",
+        " seconds that each rank's own documents took, on all ranks together. After: seconds"
+        f" that each rank spent.{_describe_ranks_left_out(len(before))}",
         _format_time(longest),
         {"": rows},
         legend,

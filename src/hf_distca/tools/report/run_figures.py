@@ -125,7 +125,7 @@ def collect(folder: RunFolder, step: int | None = None) -> Figures:
                 ],
                 missing=[
                     f"Broken lines of {folder.path / RECORD_NAME}:"
-                    f" {', '.join(map(str, folder.broken))}. A training that is killed while it"
+                    f" {', '.join(map(str, folder.broken))}. A run that is killed while it"
                     " writes leaves such lines."
                 ]
                 * bool(folder.broken),
@@ -246,7 +246,7 @@ def _sum_pieces(
 
 
 def _make_cards(total: dict[str, float]) -> list[tuple[str, str]]:
-    """Return three figures with their meanings: gain, seconds of a step, and megabytes sent."""
+    """Return three figures with their meanings: imbalance, seconds per step, and megabytes sent."""
     kind = "measured" if "imbalance_measured_before" in total else "estimated"
     befores = {
         "imbalance_estimated_replaced": "in the batches that dealing replaced (estimated)",

@@ -3,10 +3,10 @@ does not import hf_distca, under distca.
 
 The options apply to the script and to Python processes that it starts, such as those of
 accelerate's launcher. The folder ``child_start`` is put in front of their ``PYTHONPATH``, so each
-process executes the folder's ``sitecustomize`` module when it starts. This module reads the options
-in ``HF_DISTCA_RUN``. No other way reaches all processes, because launchers write their own command
-lines, and packages call launchers in too many ways. The folder is part of the installed package, so
-a process that outlives the run still finds it.
+process executes the folder's ``sitecustomize`` module when it starts. ``sitecustomize`` reads the
+options in ``HF_DISTCA_RUN``. No other way reaches all processes, because launchers write their own
+command lines, and packages call launchers in too many ways. The folder is part of the installed
+package, so a process that outlives the run still finds it.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def read_options(file: Path | None, changes: Sequence[str], **given: Any) -> Opt
         given: fields of `Options` that override `file` and `changes`; None for a field not given.
 
     Raises:
-        ConfigError: if a name or value is wrong. The message is one line, and names the
-                file or option.
+        ConfigError: if a name or value is wrong. The message is one line, and names the file or
+            option.
         UnsupportedError: if distca cannot replace the named attention.
     """
     Options.read(os.environ)  # check the options of an outer run
@@ -214,8 +214,8 @@ def begin(options: Options) -> None:
 
 
 def _become_launched(options: Options) -> Options:
-    """Make this process a server, or a rank of the world without servers. Return the options of
-    that rank.
+    """Make this process a server, or a rank of the world without servers. Return the options of the
+    rank. A server does not return.
 
     Change nothing in a process that no launcher started, such as the launcher itself.
     """
