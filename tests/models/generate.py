@@ -152,9 +152,9 @@ def make_page(results: list[Result], cuts: dict[str, str]) -> str:
             f"For {over_ranks} types, documents cut over two ranks have the same loss, logits and"
             " gradients as whole documents. All other types refuse cut documents:",
             *(
-                f"- Refused because {text}: "
+                "- "
                 + ", ".join(name for name, found in cuts.items() if found == reason)
-                + "."
+                + f" models: {text}."
                 for reason, text in families.WHOLE_DOCUMENT_REASONS.items()
             ),
             "## Ping-pong",
