@@ -115,7 +115,7 @@ def train_a_mixture(rank: int, ranks: int, watched: bool) -> list[str]:
 def test_router_loss_on_several_ranks_warns_on_rank_0(rank_pool: RankPools, watched: bool) -> None:
     first, second = rank_pool(2)(train_a_mixture, 2, watched)
     (said,) = first
-    assert "each of 2 ranks computes this loss for its own tokens" in said
+    assert "Each of 2 ranks computes this loss for its own tokens" in said
     assert "router_aux_loss_coef=0.5 counts 2 times. Divide it by 2" in said
     assert second == []
     assert train_a_mixture(0, 1, watched) == []

@@ -52,7 +52,7 @@ class PlanKey(NamedTuple):
     """Key that tells the plans of a micro-batch apart, by kind of layer and part of the batch.
 
     Attributes:
-        shape: numbers and widths of heads, and bytes per element, of the layer.
+        shape: number of heads, width of heads and bytes per element in the layer.
         device: type of the device that runs the layer.
         window: the most keys that a query sees; None if it sees all earlier keys.
         chunk: length of the chunks that documents are cut into; None if documents stay whole.

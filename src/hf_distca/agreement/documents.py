@@ -314,7 +314,7 @@ class Documents:
 
 
 def make_unknown_runs(lengths: IntArray, starts: IntArray | None = None) -> IntArray:
-    """Make `Documents.runs` for documents without numbers.
+    """Make `Documents.runs` for documents whose numbers are unknown.
 
     Args:
         lengths: (runs,) int64 tokens of each run.

@@ -56,8 +56,9 @@ _CLEAR_SLOWDOWN = 0.05
 _TOLERANCE = 0.05
 _SPEED_TOLERANCE = 0.07
 _FACTOR_RANGE = 1e-3, 1e6
-# A trial comes after at least _MIN_TRIAL_INTERVAL samples without an exchange. Slow trials are
-# rarer, so that they cost at most the fraction _TRIAL_SHARE of the time.
+# At least _MIN_TRIAL_INTERVAL samples without an exchange come before each trial. The more time a
+# trial costs, the more samples come before the next trial, so that trials cost at most the fraction
+# _TRIAL_SHARE of the time.
 _MIN_TRIAL_INTERVAL = 64
 _TRIAL_SHARE = 0.01
 

@@ -1,4 +1,4 @@
-"""Reads the lengths of documents, their pieces in global batches, and samples that ranks compare.
+"""Reads lengths and pieces of documents, and samples that ranks compare to find differences.
 
 Only tokens that are needed are read.
 """
@@ -128,8 +128,8 @@ def _check_stored_columns(documents: Any, column: str, inputs: InputNames) -> No
             raise LayoutError(_PACKED_ROW_ERROR)
         check_column(name, _READ_COLUMNS, inputs, has_numbers=_is_list_of_numbers(stored.type))
     if inputs is not None and len(documents):
-        # Columns with a number for each token cause a warning. A row must be read to find these
-        # columns, because types do not tell how many numbers a column has.
+        # Columns with one number for each token cause a warning. To find them, a row must be read,
+        # because types do not tell how many numbers a list has.
         convert_document(documents.with_format(None)[0], column, 0, inputs)
 
 

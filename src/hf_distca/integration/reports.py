@@ -20,7 +20,7 @@ class Metrics:
     it covers the time since the change.
 
     Attributes:
-        balance: sums over the micro-batches that were planned with other ranks.
+        balance: sums over the micro-batches that this rank planned together with other ranks.
         attention_seconds: seconds that this rank spent in attention kernels, forward and backward,
             for itself and for other ranks. On CUDA only finished kernels count, so synchronise
             first for an exact figure. Also on CUDA, work in which no other rank takes part is timed

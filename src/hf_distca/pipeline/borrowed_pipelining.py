@@ -126,5 +126,5 @@ def select_adapter_weights(model: Any, weights: dict[str, torch.Tensor]) -> dict
 
 
 def find_whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that this mesh is a dimension of, or else the mesh itself."""
+    """Return the mesh from which this mesh was sliced, or the mesh itself if it is no slice."""
     return mesh._get_root_mesh()

@@ -181,8 +181,8 @@ class MicroBatch:
         documents: documents of this rank.
         layouts: layout of each part of each micro-batch. In a layout, each copy of the model counts
             as one rank.
-        forward: `serve_others` for the tick in which the forward of the micro-batch runs.
-        backward: `serve_others` for the tick in which the backward runs; None before this tick.
+        forward: iterator from `serve_others` over the micro-batch's calls in forward.
+        backward: the same for its calls in backward; None until the backward begins.
         parts: this rank's part in each forward call of the micro-batch.
         outputs: stored outputs by nano-batch (0 for the whole micro-batch), for activation
             checkpointing; empty if no backward follows.

@@ -141,8 +141,8 @@ class PoolObserver:
         serial = next(self._count)
         self.announce(group, step.__name__, arguments, serial)
         result = step(*args, **options)
-        # Servers must know a layer plan as long as its route exists, because layers call attention
-        # with the route. So name the route, not the plan.
+        # The name of a layer plan belongs to its route, because layers call attention with the
+        # route. Servers then keep the layer plan until this rank drops the route.
         known = result.route if isinstance(result, LayerPlan) else result
         for number, named in enumerate(known if isinstance(known, list) else [known]):
             self._name(named, f"{serial}.{number}")

@@ -187,8 +187,8 @@ class LayerExchange:
         # others have one row per key.
         self._sent_queries, self._returned_queries = 1, 2
         self._stashed: tuple[Tensors, Pending | None] | None = None
-        # If keys are relayed, backward keeps gradients of received queries here, and gradients of
-        # the key pool in the dtype in which they are summed.
+        # If keys are relayed, backward keeps two lists of gradients here: those of received
+        # queries, and those of the key pool, in the dtype in which they will be summed.
         self._relay_buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
 
     def begin(self, tokens: Operands | BackwardInputs) -> None:

@@ -72,10 +72,11 @@ class _MonitorPoller:
             for monitor in tuple(self._polled):
                 if not self._ended.is_set() and not monitor.poll():
                     self._polled.discard(monitor)
-        # The end is announced here and not in `end`, because stores are queried in new threads, and
+        # Announce the end here and not in `end`, because an announcement needs new threads, and
         # Python 3.12 starts no threads at exit.
         error = getattr(sys, "last_value", None)
-        # If a monitor is no longer polled, its store may have ended, so send only errors to it.
+        # Without an error, announce the end only to monitors that are still polled, because the
+        # stores of other monitors may have ended.
         monitors = self._monitors if error is not None else self._polled
         pauses = [
             _poll_pause(monitor) for monitor in tuple(monitors) if monitor.announce_exit(error)

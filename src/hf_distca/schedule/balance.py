@@ -26,7 +26,7 @@ from hf_distca.schedule.relays import add_relays
 from hf_distca.schedule.tails import END, LATEST, PIECE, USEFUL
 from hf_distca.schedule.trial import make_moves
 
-# A trial stops when a rank cannot end by `_USEFUL` times T, because a trial with a later T may give
+# A trial stops when a rank cannot end by `_USEFUL` times T. Another trial, with a later T, may give
 # a better plan.
 _USEFUL = 1.05
 # If the last rank ends later than `_LATE` times the mean, further trials try to make the other

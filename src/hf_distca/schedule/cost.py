@@ -112,8 +112,8 @@ class AttentionShape:
 
     @property
     def backward_key_bytes(self) -> int:
-        """Bytes that backward moves for a key: k, v, dk and dv of every query head. If heads share
-        keys, dk and dv count twice.
+        """Bytes that backward reads and writes in memory for a key: k, v, dk and dv, once for each
+        query head. If query heads share keys, dk and dv count twice.
         """
         return (3 if self.heads_per_key_head > 1 else 2) * self.row_bytes
 
@@ -414,7 +414,9 @@ class CostModel:
 
     @property
     def key_seconds(self) -> float:
-        """Seconds of a moved key on the wire, forward plus backward, without fixed seconds."""
+        """Seconds of a moved key on the wire, forward plus backward. The fixed seconds of an
+        exchange are not included.
+        """
         return self.shape.moved_key_bytes / self.exchange_bytes_per_second
 
 

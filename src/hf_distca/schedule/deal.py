@@ -183,9 +183,9 @@ def _choose_half(
     large, small = np.split(longest_first, [max(len(length) - small_count, 0)])
     first = np.zeros(len(length), dtype=np.bool_)
     rooms, loads = [tokens, int(length.sum()) - tokens], [0.0, 0.0]
-    # The long documents leave room in each half for a third of the short documents' tokens. Subsets
-    # of the short documents reach many more sums between one and two thirds of these tokens than
-    # near 0 or near the total.
+    # The long documents leave room in each half for a third of the short documents' tokens. Then
+    # some short documents can fill the first half almost exactly: subsets of them have many more
+    # sums between one and two thirds of these tokens than near 0 or near the total.
     reserve = int(length[small].sum()) // 3
     for document in large.tolist():
         half = int(loads[0] > loads[1] and not is_late[document])

@@ -35,8 +35,8 @@ class NodeBytes(NamedTuple):
     inter_node: FloatArray
 
     def estimate_seconds(self, cost: CostModel, ranks: Ranks) -> FloatArray:
-        """Return the seconds that each rank needs to send and to receive its bytes, without fixed
-        seconds: shape (2, ranks).
+        """Return the seconds that each rank needs to send and to receive its bytes: shape
+        (2, ranks). The fixed seconds of an exchange are not included.
         """
         link, rate = ranks.list_links(cost, self.inter_node.shape[1])
         # A link to other nodes is busy with the bytes of all ranks that share it.

@@ -209,7 +209,7 @@ def _compute_exchange(
     if relays is None:
         return share
     relayed_keys = keys.select((keys.relay == rank) & (keys.server != rank))
-    # Servers may need different numbers of rows of a run in the pool. Forward the largest number.
+    # Servers may need more or fewer rows of the same run. Forward as many as any server needs.
     pool_row = _find_pool_rows(pool, relayed_keys.number, relayed_keys.start)
     relayed_rows = np.zeros_like(pool.rows)
     np.maximum.at(relayed_rows, pool_row, relayed_keys.rows)

@@ -161,7 +161,7 @@ def find_held(batch: Batch, part: int, server: int) -> int:
 
 @compile_inner
 def find_unit(batch: Batch, part: int, server: int) -> int:
-    """Find the unit of a part that a server belongs to."""
+    """Return the unit of `part` to which the node of `server` belongs (see `UNITS`)."""
     for segment in range(batch.parts[part, SEGMENT], batch.parts[part + 1, SEGMENT]):
         if not is_far(batch, batch.segments[segment, HOME], server):
             return server // batch.per_node % OTHERS

@@ -13,10 +13,10 @@ accepted: ranks have equal numbers of tokens, so the mean over ranks is the mean
 This first check runs once for each Trainer, on every rank, in the first micro-batch of training and
 before its backward.
 
-A second check covers loops without a Trainer, and losses that a model computes itself: the first
-gradient of a share's logits must not be zero. The gradient is zero if the loss reads `labels`. It
-is also zero if the loss gives all documents of a share the weight 0. A loss with these weights
-passes the second check, because it has read ``shift_labels``.
+A second check covers loops without a Trainer, and losses that a model computes itself. It refuses a
+loss that gives the logits of a share a zero gradient, like a loss that reads `labels`. A loss that
+has read ``shift_labels`` passes even with a zero gradient, because it may give all documents of the
+share the weight 0.
 """
 
 from __future__ import annotations

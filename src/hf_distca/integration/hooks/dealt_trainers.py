@@ -93,10 +93,11 @@ def _warn_of_routers(model: PreTrainedModel, ranks: int) -> None:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "output_router_logits", False):
         LOG.warning(
-            "%s models add a router loss (output_router_logits=True), and each of %d ranks computes"
-            " this loss for its own tokens: one process with all tokens would compute another"
-            " loss. The Trainer adds up the losses of all ranks, so router_aux_loss_coef=%s counts"
-            " %d times. Divide it by %d, or set output_router_logits=False.",
+            "%s models add a loss of their routers (output_router_logits=True). Each of %d ranks"
+            " computes this loss for its own tokens, so it differs from the loss of one process"
+            " with all tokens. The Trainer adds up the losses of all ranks, so"
+            " router_aux_loss_coef=%s counts %d times. Divide it by %d, or set"
+            " output_router_logits=False.",
             *(config.model_type, ranks),
             *(getattr(config, "router_aux_loss_coef", None), ranks, ranks),
         )

@@ -225,8 +225,8 @@ def prepare(model: Model) -> Model:
         The model.
 
     Raises:
-        UnsupportedError: if a part of the model that asks for distca drops layers or belongs to a
-            refused family, or if another package has replaced distca's attention.
+        UnsupportedError: if a part of the model uses distca, but belongs to a refused family or
+            drops layers in training, or if another package has replaced distca's attention.
         DistCADesyncError: if not all ranks call this.
     """
     configs = find_distca_configs(model)

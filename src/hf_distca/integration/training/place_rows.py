@@ -77,7 +77,7 @@ def place_rows(
 
     Pairs of TRL's `DPOTrainer` and `RewardTrainer` and completions of its `KTOTrainer` are placed
     in the same way. The loss stays the same. Losses that depend on which items share a rank are
-    refused, and so are TRL's other Trainers, except `SFTTrainer`.
+    refused. Of TRL's other Trainers, only `SFTTrainer` is supported.
 
     Call it on every rank, with the same arguments: on a Trainer before its ``train()``, or on a
     loader that accelerate has prepared. Ranks check that they read the same data set. With one

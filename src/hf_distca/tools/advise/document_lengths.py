@@ -119,7 +119,7 @@ class _Mixture:
     def make_source(self, longest: int) -> DocumentSource:
         """Make a source of documents of at most `longest` tokens."""
         stretch = longest / 65536
-        share = self.odds / (self.odds + stretch)  # fewer long documents if they are longer
+        share = self.odds / (self.odds + stretch)  # the longer the long documents, the fewer
 
         def draw(generator: np.random.Generator) -> FloatArray:
             is_long = generator.random(_PIECE) < share

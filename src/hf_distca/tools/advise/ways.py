@@ -23,7 +23,7 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.advise.known_models import Model
 
-_WHOLE = 0.99  # documents that keep this fraction of their attention count as whole
+_WHOLE = 0.99  # if documents keep this fraction of their attention, they are treated as whole
 
 
 @dataclass(frozen=True)

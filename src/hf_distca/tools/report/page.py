@@ -77,7 +77,7 @@ class Bar(NamedTuple):
     moved: bool = False
 
 
-Rows = dict[str, list[list[Bar]]]  # for each drawn rank, by name, its lines of bars
+Rows = dict[str, list[list[Bar]]]  # the lines of bars of each row, by a name such as "rank 3"
 
 
 class Picture(NamedTuple):
