@@ -18,14 +18,15 @@ _MODELS = "transformers.modeling_utils"
 
 
 def call_after_models_load(act: Callable[[], None]) -> None:
-    """Call a function now if the module that all models of transformers share is imported, else
-    right after its import.
+    """Call a function right after the import of the module that all models of transformers share,
+    or now if this module is already imported.
     """
     call_after_import(_MODELS, act)
 
 
 def call_after_import(name: str, act: Callable[[], None]) -> None:
-    """Call a function now if this module of transformers is imported, else right after its import.
+    """Call a function right after the import of this module of transformers, or now if the
+    module is already imported.
 
     A module whose import is under way counts as not imported, because its last lines have not run.
     """

@@ -64,7 +64,8 @@ def test_untested_model_family_is_warned_of_once(caplog: pytest.LogCaptureFixtur
         record.getMessage() for record in caplog.records if "never compared" in record.getMessage()
     ]
     assert len(said) == 1
-    assert said[0].startswith(f"{MineConfig.model_type} models were never compared under distca")
+    assert said[0].startswith("distca was never compared with another attention on")
+    assert f" {MineConfig.model_type} models. " in said[0]
     assert (
         'with attn_implementation="sdpa" and the same seed, and compare losses and gradient norms'
         in said[0]

@@ -244,9 +244,7 @@ class Around(torch.nn.Module):
 def test_collator_with_a_model_refuses_only_inputs_of_the_model(wrap: Callable[[Any], Any]) -> None:
     collate = pickle.loads(pickle.dumps(hf_distca.PackingCollator(wrap(Takes()))))
     for name, value in {"pixel_values": torch.ones(3, 2, 2), "task_ids": 3}.items():
-        with pytest.raises(
-            LayoutError, match=f"'{name}', an input of the model that would be lost"
-        ):
+        with pytest.raises(LayoutError, match=f"'{name}', an input of the model"):
             collate([{"input_ids": IDS, name: value}])
     others = {
         name: value

@@ -147,8 +147,8 @@ class AnnouncedDocuments(NamedTuple):
     def build_layout(self) -> Layout:
         """Build the layout of the documents.
 
-        If documents do not span ranks and a rank has context (keys without queries), its first run
-        is this context: the beginning of the document that its second run continues.
+        If documents do not span ranks, the first run of a rank may be context (keys without
+        queries). The rank's second run then continues the same document.
         """
         span_ranks, _, has_context, counts, _ = self.header.T
         offsets = np.concatenate([[0], np.cumsum(counts)])

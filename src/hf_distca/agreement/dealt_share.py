@@ -257,8 +257,8 @@ class Dealing:
         makes the plans.
 
         Args:
-            lengths: (documents,) tokens of each document. The share numbers documents by their
-                index here.
+            lengths: (documents,) tokens of each document. In the share, the number of a document is
+                its index in `lengths`.
             batch_id: epoch and number of the global batch.
             rank: rank that gets the share.
             document_ids: integers that identify the documents in addition to their lengths; None

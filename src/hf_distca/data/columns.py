@@ -140,31 +140,32 @@ def check_column(
     checks = (
         (
             name in _REFUSED_COLUMNS,
-            ", which tells what the documents or targets are, and",
+            ", which tells what the documents or targets are",
             "Give documents with their labels, and remove the column, or use another collator.",
         ),
         (
             name in _MEDIA_INPUTS and (inputs is None or _MEDIA_INPUTS[name] in inputs),
-            ", from which another collator would make an input of the model, and which",
+            ", from which another collator would make an input of the model",
             "Remove the column if the model trains on text alone, or use another collator.",
         ),
         (
             inputs is None and has_numbers,
-            " of numbers, which may be an input of the model and",
+            " of numbers, which may be an input of the model",
             "Remove the column, or pass the model, as in PackingCollator(model): columns that "
             "the model's forward does not take are left out.",
         ),
         (
             name in (inputs or ()),
-            ", an input of the model that",
+            ", an input of the model",
             "Remove the column, or use another collator.",
         ),
     )
     for is_wrong, description, remedy in checks:
         if is_wrong:
             raise LayoutError(
-                f"a row has a column {name!r}{description} would be lost here: only "
-                f"{', '.join(sorted(read_columns))} are read. {remedy}"
+                f"a row has a column {name!r}{description}. Only "
+                f"{', '.join(sorted(read_columns))} are read here, so this column would be lost. "
+                f"{remedy}"
             )
 
 

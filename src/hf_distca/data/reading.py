@@ -349,10 +349,10 @@ class DocumentPiece:
                 place = f"at token {positions[wrong[0]]}"
                 if name == "position_ids":
                     raise LayoutError(
-                        f"position_ids of a document are not consecutive from 0 {place}. If the "
-                        "row was packed already, it would be dealt as one document. If its "
-                        "document skips positions, a cut would lose the gaps. Give documents one "
-                        "by one, without position_ids."
+                        f"position_ids of a document is {int(value)} {place}, but positions must "
+                        "count from 0 without gaps. If the row was packed already, it would be "
+                        "dealt as one document. If the document has gaps, dealing would lose them. "
+                        "Give documents one by one, without position_ids."
                     )
                 remedy = _PACKED_MASK_REMEDY if value else _PADDING_REMEDY
                 raise LayoutError(f"{name} of a document is {int(value)} {place}: {remedy}")

@@ -135,7 +135,9 @@ def compute_gated_delta_rule(
 
 
 def _run_between(layer: SegmentKernel, which: Sequence[int]) -> Between:
-    """Run inner segments from zeros and from the identity, in one call."""
+    """Run inner segments from two starting states in one call: from zeros, and from the identity.
+    In the run from the identity, all values are zero.
+    """
     inputs: DeltaInputs = layer.select_inputs(which)
     none = inputs.make_no_states()
     heads, rows, columns = none.shape[1:]

@@ -170,15 +170,15 @@ def check_layerdrop(config: PreTrainedConfig | None) -> None:
 
 
 def warn_of_unproven_family(model_type: str | None) -> None:
-    """Warn, once for each family, if no test has compared models of the family under distca and
-    under another attention.
+    """Warn, once for each family, if no test has compared distca with another attention on models
+    of the family.
     """
     if model_type is not None and model_type not in FAMILIES and model_type not in _COMPARED_OTHERS:
         warn_once(
-            "%s models were never compared under distca and under another attention. distca checks"
-            " the arguments of every attention call. To check the results, train a few steps with"
-            ' distca, and with attn_implementation="sdpa" and the same seed, and compare losses and'
-            " gradient norms.",
+            "distca was never compared with another attention on %s models. distca checks the"
+            " arguments of every attention call. To check the results, train a few steps with"
+            ' distca, then again with attn_implementation="sdpa" and the same seed, and compare'
+            " losses and gradient norms.",
             model_type or "unnamed",
         )
 

@@ -51,9 +51,8 @@ _LOCAL_GROUP = AttentionGroup()
 # Keyword argument with which a pipeline stage passes a `LayerPlanner` to the forward of a model.
 # Without this argument, the forward makes a `LayerPlanner` for the current session.
 PLANNER = "distca_planner"
-# Keyword argument with which models with recurrent layers pass the documents of the batch to their
-# layers, as the attribute `documents` of an object. These models read the documents before
-# attention does.
+# Keyword argument that models with recurrent layers pass to their layers. Its attribute `documents`
+# has the documents of the batch, which these models read before attention does.
 MODEL_ROWS = "distca_rows"
 
 

@@ -61,9 +61,9 @@ class Ahead:
         _, tokens = enumerate_ranges(layout.token[row], layout.token[row] + layout.length[row])
         if (self.number_tokens(documents)[tokens] >= 0).any():
             raise UnsupportedError(
-                "a document in which tokens see later tokens (an image, a prefix, or all of it)"
-                f" lies in several parts, one of them on rank {rank}, and the parts could not see"
-                " each other. Give each such document to one rank, in one piece."
+                "a document in which tokens see later tokens (of an image, a prefix or the whole"
+                f" document) lies in several parts, one of them on rank {rank}, and the parts could"
+                " not see each other. Give each such document to one rank, in one piece."
             )
 
 
@@ -100,9 +100,11 @@ def sum_documents(
 def _add_blocks(
     ahead: Ahead, documents: Documents, window: int | None, device: torch.device
 ) -> Documents:
-    """Add the work of the blocks to the documents of this rank. Blocks are planned as further
-    documents if one block is long (`LEAST_PART`), there is no window, and no document may span
-    ranks. Otherwise this rank computes all of its blocks.
+    """Add the work of the blocks to the documents of this rank.
+
+    Blocks are planned as further documents in layers without a window, if no document may span
+    ranks and the longest block is long enough (`LEAST_PART`). Otherwise this rank computes all of
+    its blocks.
     """
     if documents.dealt_share is not None and not documents.dealt_share.is_cut:
         # The plan in a share does not include blocks, so ranks make a new one.

@@ -31,7 +31,8 @@ from hf_distca.kernels.base import (
 _SCORES_PER_CHUNK = 2**24
 
 # The most rows of a chunk. A chunk of r rows computes about r * r / 2 scores that the causal mask
-# hides. With a window, it computes about as many more that the window hides.
+# hides. If there is a window, the chunk computes about r * r / 2 more scores, which the window
+# hides.
 _ROWS_PER_CHUNK = 256
 
 

@@ -100,8 +100,8 @@ class PoolObserver:
             if self._world is world and not self.group.has_left:
                 return self.group
             raise ConfigError(
-                "servers take part only in the first process group of a run, which has ended: start"
-                " the run again."
+                "servers take part only in the first process group of a run, and this group has"
+                " ended: start the run again."
             )
         if world is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             return AttentionGroup()  # each rank computes alone until all have met

@@ -136,7 +136,9 @@ class FailureMonitor:
             raise
 
     def compute_deadline(self) -> float:
-        """Return the `time.monotonic()` at which the reserved seconds end if they begin now."""
+        """Return the deadline for reports that are written or read now, as a value of
+        `time.monotonic()`.
+        """
         return time.monotonic() + compute_reserved_seconds(self._timeout_seconds)
 
     @property
@@ -327,7 +329,7 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 
     try:
         thread = AwaitedThread(ask, "question")
-    except RuntimeError:  # since Python 3.12, an interpreter that ends starts no threads
+    except RuntimeError:  # Python 3.12 and later start no threads at exit
         ask()
     else:
         thread.join(max(deadline - time.monotonic(), ANSWER_SECONDS))

@@ -138,7 +138,8 @@ def check_layer(
         shape: rows and tokens of the batch, or of its nano-batch.
 
     Raises:
-        UnsupportedError: names the module and the shapes.
+        UnsupportedError: if distca does not support these shapes, or if the config asks for
+            attention weights.
     """
     name = type(module).__name__
     query, key, value = states

@@ -29,7 +29,8 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         packed: documents of the row.
 
     Raises:
-        UnsupportedError: names the part that acts once on each row, and a remedy.
+        UnsupportedError: if the model learns labels of rows or of tokens, or if NEFTune or an
+            adapter treats a row as one document. The error gives a remedy.
     """
     model = call.outermost_model
     model_class: Any = type(model)

@@ -358,8 +358,8 @@ class ItemRules:
         """Read the rules of one of TRL's Trainers; None for a Trainer that trains on documents.
 
         Raises:
-            UnsupportedError: if the loss depends on which items share a rank, or the lengths of
-                items are not known yet; names the Trainer and a remedy.
+            UnsupportedError: if the Trainer's items or their lengths are not known, or if the loss
+                depends on which items share a rank. The error gives a remedy.
         """
         name = _find_trl_name(trainer)
         if name is None:

@@ -35,7 +35,7 @@ def run(
     ] = None,
     attn_implementation: Annotated[
         Literal["distca"] | None,
-        _option(help="Attention of models that are loaded without naming one."),
+        _option(help="Attention of models that name no attention."),
     ] = None,
     instead_of: Annotated[
         str | None, _option(metavar="NAME", help="Attention that distca replaces, such as sdpa.")
@@ -94,7 +94,7 @@ def run(
         typer.echo(
             "hf-distca: --tokens-per-rank deals documents to models that have attention"
             f' "distca". Unless {script} asks for it, give --attn-implementation distca for models'
-            " that are loaded without naming one, or --instead-of sdpa for models that name sdpa.",
+            " that name no attention, or --instead-of sdpa for models that name sdpa.",
             err=True,
         )
     try:
