@@ -298,7 +298,7 @@ def check_document_kinds(group: AttentionGroup, counts: IntArray, label: str) ->
     Args:
         group: the ranks.
         counts: (ranks,) `Announcement.count` of each rank: -1 for numbered parts, -2 for parts of a
-            share, 0 or more in announcements of attention.
+            share. If it is 0 or more, the rank's documents are whole, and it announces attention.
         label: description of the batch, for errors.
     """
     subject = "documents in recurrent layers (0: all whole, 1: numbered parts, 2: parts of a share)"

@@ -90,8 +90,8 @@ class RowTokens:
 
         Args:
             position: (rows * row_length,) position ids of all tokens.
-            mask: (rows * row_length,) 0 for padding; numbers above 1 number the documents of a row.
-                None if there is no padding.
+            mask: (rows * row_length,) 0 for padding. All other tokens have 1, or the number of
+                their document in the row, from 1. None if there is no padding.
             row_length: number of tokens of a row.
             first_position: position id of a document's first token.
 

@@ -251,7 +251,7 @@ class Documents:
 
         Args:
             index: index in the flattened batch at which the second nano-batch begins. If documents
-                span ranks, a run must begin there.
+                span ranks, one of `runs` must begin at this index.
         """
         length = self.runs[:, 2]
         if self.span_ranks:

@@ -175,7 +175,7 @@ class LearnedCosts(dict[Kind, CostModel]):
         plans_of = defaultdict(list)  # by micro-batch and key of the whole batch
         for plan in plans:
             plans_of[plan.number, plan.key._replace(nano=0)].append(plan)
-        for _, key in plans_of:  # new measurements of a kind of layer end its trial
+        for _, key in plans_of:  # a trial ends when its kind of layer is measured
             self._rates[key.shape, key.device].is_trial = False
         for (_, key), nano_plans in plans_of.items():
             kind = key.shape, key.device

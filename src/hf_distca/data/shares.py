@@ -36,7 +36,8 @@ class EpochMixin:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # A copy that is pickled for a worker shares the tensor. Other copies get new shared memory.
+        # Shallow copies and copies that are pickled for workers share the tensor. Other copies get
+        # new shared memory.
         self._epoch: torch.Tensor = state["_epoch"].share_memory_()
 
     @property
@@ -45,7 +46,7 @@ class EpochMixin:
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch here, in copies, and in running workers."""
+        """Set the epoch of this object, of its shallow copies, and of its copies in workers."""
         self._epoch.fill_(epoch)
 
 
@@ -68,9 +69,9 @@ class Shares(EpochMixin):
     An object of this class is also a transform for `datasets`. When called with a batch of rows
     whose ``input_ids`` are item numbers, it returns the shares of these items.
 
-    Copies share the epoch. Only documents that overlap a share are read, and only the slices in the
-    share are kept. Each rank also reads the same sample of documents once, and ranks compare the
-    tokens of this sample.
+    Shallow copies share the epoch. Only documents that overlap a share are read, and only the
+    slices in the share are kept. Each rank also reads the same sample of documents once, and ranks
+    compare the tokens of this sample.
 
     Args:
         documents: see `DocumentReader`.

@@ -163,7 +163,7 @@ def run_along_documents(
 
     Args:
         layer: kernel, inputs and segments of this rank.
-        run_between: runs inner segments.
+        run_between: runs the segments that are neither the first nor the last of their document.
         move: applies a transition to a state: (transition, state) -> state.
         stored: see `exchange_states`.
     """

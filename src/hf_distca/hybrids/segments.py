@@ -192,21 +192,21 @@ class Segments:
 
     @cached_property
     def first_segments(self) -> tuple[int, ...]:
-        """Indices in `here` of the first segments of cut documents, in the order of
+        """Index in `here` of each segment that is the first of a cut document, in the order of
         `summaries.held`.
         """
         return tuple(self.index[key] for key in self.summaries.held if key.position == 0)
 
     @cached_property
     def inner_segments(self) -> tuple[int, ...]:
-        """Indices in `here` of segments that are neither the first nor the last of their document,
+        """Index in `here` of each segment that is neither the first nor the last of its document,
         in the order of `transitions.held`.
         """
         return tuple(self.index[key] for key in self.transitions.held)
 
     @cached_property
     def whole_documents(self) -> tuple[int, ...]:
-        """Indices in `here` of whole documents."""
+        """Index in `here` of each whole document."""
         return tuple(
             index for index, segment in enumerate(self.here) if segment.document not in self.cut
         )

@@ -198,7 +198,9 @@ class MicroBatch:
     backward: Iterator[CallPart] | None = None
 
     def reach(self, which: OwnCall) -> CallPart:
-        """Serve other stages until this call of the micro-batch is next, and return its part."""
+        """Serve other stages until it is the turn of the call `which` of this micro-batch, and
+        return this rank's part in the call.
+        """
         part = next(self.forward if self.backward is None else self.backward, None)
         if part is None or part.own_call != which:
             raise DistCADesyncError(

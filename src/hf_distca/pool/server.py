@@ -186,7 +186,7 @@ class Server:
         self._known[session].config = settings
 
     def make_cost(self, session: str, key: Sequence[Any], query: str) -> None:
-        """Make the cost model of a kind of layer, together with the ranks."""
+        """Take part when ranks make the cost model of a kind of layer."""
         which = read_key(key)
         LayerPlanner(self._known[session]).make_cost(
             which,

@@ -86,11 +86,12 @@ class KeyRelay:
 
     Attributes:
         forwarded: the rows to forward, as runs in the sections of the first hop.
-        places: copies of the forwarded rows to their places in the key pool.
+        places: where the forwarded rows lie in the key pool, as copies from `forwarded` to the
+            pool.
         keys: the forwarded rows to send to each rank, and the number of rows to receive from each
             other relay.
-        way_back: rows of the pool to return to relays, in the order of arrival, and the number of
-            forwarded rows that each rank returns to this rank.
+        way_back: rows of the key pool whose gradients go back to relays, in the order of arrival,
+            and the number of rows whose gradients each rank sends back to this relay.
     """
 
     forwarded: Pool

@@ -63,7 +63,9 @@ class Retaken:
         return type(home)(*(tensor.index_select(0, place) for tensor, place in pairs))
 
     def join(self, home: Handed) -> Handed:
-        """Join the rows of this rank's tokens with the rows of retaken tokens."""
+        """Append the rows that are used again to the rows of this rank's tokens, or put them in
+        front if `is_context` is true.
+        """
         order = -1 if self.is_context else 1
         pairs = zip(home, self.take(home), strict=True)
         return type(home)(

@@ -217,7 +217,9 @@ class PlanTrials:
     def _replace(
         self, pieces: Pieces, moves: IntArray, made: IntArray, units: BoolArray
     ) -> IntArray:
-        """In the units that `units` marks, replace the moves in `moves` with those in `made`."""
+        """Return the moves in `made` for the units that `units` marks, and the moves in `moves` for
+        all other units.
+        """
         old, new = [
             units[pieces.home[some[:, PIECE]] * len(units) // self.layout.world_size]
             for some in (moves, made)

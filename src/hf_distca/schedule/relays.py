@@ -124,11 +124,11 @@ def add_relays(load: PlanLoad, min_gain: float = 0.0) -> PlanLoad:
 
 
 def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) -> Relays | None:
-    """Choose relays for the documents that late ranks send.
+    """Choose relays for the documents that late ranks send. Return None if late ranks send no
+    document to several servers.
 
-    A relay forwards keys in proportion to the seconds that it has left before `unchanged`, the
-    earliest end that `add_relays` finds possible. Return None if late ranks send no document to
-    several servers.
+    The time `unchanged` is the earliest possible end of the plan with relays (see `add_relays`).
+    Relays forward keys in proportion to the seconds that they have left before this time.
     """
     layout, keys = load.plan.layout, load.needed_keys
     per_node = load.ranks.per_node or layout.world_size
@@ -147,9 +147,9 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # A rank forwards keys in its spare seconds: the seconds that remain before `unchanged` if it
-    # sends each of its own keys only once. The spare seconds are divided equally among the
-    # documents whose keys the rank may forward.
+    # If a rank sends each of its own keys only once, the seconds that it has left before the time
+    # `unchanged` are its spare seconds. They are divided equally among the documents whose keys the
+    # rank may forward.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
@@ -180,8 +180,8 @@ def _divide_keys(
         Unit, start, end and relay of each run; None if there are no runs.
     """
     forwarding = np.flatnonzero(weight > 0)
-    # For each `key_end`, count the sends of all keys before it, without the first send of each key.
-    # Between two such positions, the count grows linearly.
+    # For each `key_end`, count how often the keys before it are sent again after their first send.
+    # From one `key_end` to the next, the count grows linearly.
     place = np.cumsum(mark_changes(unit)) - 1
     times = np.searchsorted(place, place, side="right") - 1 - np.arange(len(place))
     resent = _sum_running(place, times * (key_end - _shift_down(place, key_end)))

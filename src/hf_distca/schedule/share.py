@@ -94,14 +94,15 @@ def compute_share(
 
 
 class _TokenRows(NamedTuple):
-    """Query rows or keys, in order of number and position.
+    """Runs of query rows or keys, in order of `number` and `start`.
 
     Attributes:
-        number, start: document number of the head group that the rows belong to, and document
-            position of the first row.
-        row, rows: the first row in a tensor with one row per token and head group, and the number
-            of rows.
-        source, server: the rank that holds the rows, and the rank that needs them.
+        number: document number of the run. Each head group has its own document number.
+        start: document position of the first row.
+        row: index of the first row in a tensor with one row per token and head group.
+        rows: number of rows.
+        source: the rank that holds the rows.
+        server: the rank that needs the rows.
         relay: the rank that forwards the rows; equal to `server` if no rank forwards them.
         first_key: position of the first key that the rows need.
     """
@@ -119,8 +120,8 @@ class _TokenRows(NamedTuple):
     def select_tokens(
         cls, plan: Plan, tokens: KeyTransfers, relay: IntArray, first_key: IntArray, groups: int
     ) -> Self:
-        """Select the rows of tokens. A token of a document that is a head group has one row. Any
-        other token has one row for each head group.
+        """Select the rows of tokens. If a document number stands for one head group, each token has
+        one row. Otherwise, each token has one row for each head group.
         """
         layout, (document, start, end, source, server) = plan.layout, tokens
         group = document % (groups + 1) if groups > 1 else np.ones_like(document)

@@ -102,8 +102,8 @@ def find_link(batch: Batch, rank: int) -> int:
 
 @compile_inner
 def end_seconds(batch: Batch, rank: int) -> float:
-    """Return the seconds after which a rank ends. Its links work at the same time, in both
-    directions.
+    """Return the time at which a rank ends, in seconds. All its links work at the same time, and in
+    both directions at once.
     """
     ranks, link = batch.ranks, find_link(batch, rank)
     exchange = max(

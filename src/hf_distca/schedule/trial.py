@@ -65,7 +65,7 @@ _MOST_PIECES, _MOST_HOLDERS = 4, 2
 
 @compile_inner
 def _update_ends(batch: Batch, rank: int) -> None:
-    """Update the ends of a rank and of the ranks that share its link."""
+    """Update the end times of a rank and of the ranks that share its link to other nodes."""
     first = find_link(batch, rank)
     for other in range(first, min(first + batch.shared, batch.ranks.shape[1])):
         batch.ranks[END, other] = end_seconds(batch, other)
@@ -203,7 +203,7 @@ def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
 
 @compile_inner
 def _give_own_keys(batch: Batch) -> None:
-    """Give each rank the keys of other ranks that its own rows need."""
+    """Give each rank the keys that its own rows need from other ranks."""
     for rank in range(batch.ranks.shape[1]):
         for piece in range(batch.offsets[rank + 1] - 1, batch.offsets[rank] - 1, -1):
             part, first, last = batch.pieces[piece]
@@ -217,10 +217,11 @@ def _make_moves(batch: Batch, order: IntArray, inside: bool) -> None:
 
     Args:
         batch: changed by the moves. If a rank still ends after `batch.ranks[USEFUL]`, the trial
-            stops: T becomes infinite for all ranks or, if `inside` is true, for those of its node.
+            stops, and T becomes infinite for all ranks. If `inside` is true, the trial stops only
+            on the node of this rank.
         order: ranks in the order in which they give tails, beginning with the rank that ends last.
             An empty order prepares a batch for its trials: no rank gives tails, but each rank gets
-            the keys of other ranks that its own rows need.
+            the keys that its own rows need from other ranks.
         inside: whether ranks give tails only to ranks of their node.
     """
     if not len(order):

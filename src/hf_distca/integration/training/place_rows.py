@@ -266,8 +266,8 @@ def _place_in_shard(
 def _count_nodes(
     ranks: int, node_numbers: Sequence[int], per_node: int | None, config: DistCAConfig
 ) -> int:
-    """Count the sets of neighbouring ranks in which exchanges balance the work. The ranks of a set
-    belong to one node and to one attention group.
+    """Divide the ranks into equally large sets of neighbouring ranks, each on one node and in one
+    attention group, and return the number of sets. Exchanges balance the work inside a set.
     """
     if per_node is not None and (per_node < 1 or ranks % per_node):
         raise ConfigError(

@@ -156,8 +156,8 @@ def _estimate_batch(run: Run, lengths: IntArray) -> Iterable[Way]:
 def _make_way(
     title: str, run: Run, ends: FloatArray, computed: FloatArray, tokens: FloatArray, kept: float
 ) -> Way:
-    """Make a way from three figures of each rank: the seconds until its attention ends, the seconds
-    in which it computes attention, and its tokens.
+    """Make a `Way` from three figures of each rank: the seconds until its attention ends, the
+    seconds in which it computes attention, and its tokens.
     """
     products = run.estimate_products(tokens)
     seconds = float((products + ends).max())
@@ -174,7 +174,7 @@ def _count_pairs(run: Run, lengths: IntArray) -> float:
 
 
 def _share_rows(run: Run, lengths: IntArray, whole: float) -> Iterable[Way]:
-    """Make the ways of context parallelism, in which several ranks share a row. In a ring, ranks
+    """Estimate steps with context parallelism, in which several ranks share a row. In a ring, ranks
     pass on keys while they compute. Under Ulysses, each rank computes some of the heads.
     """
     for degree in (n for n in range(2, run.ranks + 1) if run.ranks % n == 0):
@@ -220,7 +220,7 @@ def _estimate_exchanges(run: Run, degree: int) -> FloatArray:
 
 
 def _disaggregate(run: Run, lengths: IntArray, whole: float, *, dealt: bool) -> Way:
-    """Make the way of hf-distca. Every kind of layer is planned as in training. If there are
+    """Estimate a step with hf-distca. Every kind of layer is planned as in training. If there are
     many ranks, they form several groups, each with its own documents.
     """
     config = DistCAConfig()

@@ -1,4 +1,6 @@
-"""`ImbalanceCallback`: the meter of a Trainer. `hf-distca run --observe` also uses it."""
+"""`ImbalanceCallback`: adds the imbalance of attention to the logs of a Trainer.
+`hf-distca run --observe` also uses it.
+"""
 
 from __future__ import annotations
 
