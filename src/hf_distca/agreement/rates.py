@@ -157,7 +157,7 @@ class LearnedCosts(dict[Kind, CostModel]):
 
     @property
     def exchange_slowdown(self) -> float | None:
-        """Largest relative slowdown that exchanges cause in a kind of layer; None without one."""
+        """Largest relative slowdown by exchanges in any kind of layer; None if there is none."""
         slowdowns = (rates.slowdown for rates in self._rates.values())
         return max((slowdown for slowdown in slowdowns if slowdown is not None), default=None)
 

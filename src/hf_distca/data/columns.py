@@ -112,7 +112,7 @@ def check_columns(
         inputs: input names of the model that trains on the row.
 
     Raises:
-        LayoutError: if so. The error names the column.
+        LayoutError: names the column.
     """
     for name in row.keys() - set(read_columns):
         value = row[name]
@@ -135,7 +135,7 @@ def check_column(
         has_numbers: True if the column has lists of numbers.
 
     Raises:
-        LayoutError: if so. The error names the column.
+        LayoutError: names the column.
     """
     checks = (
         (

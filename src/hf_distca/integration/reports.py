@@ -63,8 +63,8 @@ class Metrics:
 
 
 def read_metrics(session: Session) -> Metrics:
-    """Return the metrics for a log. Unlike `metrics`, do not switch on the timing of work in which
-    no other rank takes part, because logs do not show such work.
+    """Return the metrics for a log. Unlike `metrics`, do not set `times_local_work`, because logs
+    do not show work in which no other rank takes part.
     """
     return Metrics(
         session.planner.history.total,

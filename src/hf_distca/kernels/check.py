@@ -259,8 +259,8 @@ def compile_variants(kernel: Kernel, case: KernelRequest) -> None:
 
 
 def _list_sequence_counts() -> tuple[int, int]:
-    """Return the sequence counts of two calls. The first call needs no table to look sequences up,
-    and the second call needs one.
+    """Return the number of sequences for each of two calls. The first call needs no lookup table of
+    sequences, and the second call needs one.
     """
     return 2, getattr(sys.modules.get(INTERFACE_4), "BIN_BATCH_SEARCH_THRESH", 256) + 1
 

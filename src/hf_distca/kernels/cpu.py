@@ -62,10 +62,10 @@ _Call = tuple[int, int, bool, torch.Tensor | None]
 
 
 class _Task(NamedTuple):
-    """A task, or a block of its rows: first row, number of rows, first key, number of keys.
+    """A task, or a block of a task's rows: first row, number of rows, first key, number of keys.
 
-    Only a block can have more keys than the window. The first row of such a block sees the block's
-    first key.
+    A block begins with the first key that its first row sees. Only a block can have more keys than
+    the window.
     """
 
     row: int

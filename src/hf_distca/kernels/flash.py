@@ -47,8 +47,8 @@ _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MIN_FLASH_ATTN = (2, 7)
 # Major compute capabilities for which FlashAttention 4 has a backward.
 _FA4_CAPABILITIES = (9, 10, 11, 12)
-# If all sequences of a call are shorter than this, FlashAttention 4 gets this number as their
-# longest length. It exceeds two blocks, which have up to 192 rows each.
+# Least value of `max_seqlen_q` and `max_seqlen_k` for FlashAttention 4. It exceeds two blocks,
+# which have up to 192 rows each.
 _MIN_LONGEST = 512
 _INTERFACE_3, INTERFACE_4 = "flash_attn_interface", "flash_attn.cute.interface"
 # Name of the module `_INTERFACE_3` in wheels.
@@ -172,9 +172,9 @@ class _Package:
         lse: name of backward's argument for the log-sum-exp.
         in_place: whether backward writes the gradients to tensors that it gets as arguments, rather
             than returning them.
-        least_longest: passed as the longest length of a call if all sequences are shorter. With a
-            smaller length, FlashAttention 4 would compile extra kernels for sequences of one block.
-            It uses this length only to bound its loops.
+        least_longest: least value of ``max_seqlen_q`` and ``max_seqlen_k``. With a smaller value,
+            FlashAttention 4 would compile extra kernels for sequences of one block. It uses the
+            value only to bound its loops.
         width_multiple: see `VarlenOp`.
     """
 

@@ -262,8 +262,9 @@ class FailureMonitor:
     def announce_exit(self, error: BaseException | None) -> bool:
         """Tell the other ranks that this process ends, and with which error.
 
-        After an error, also print which ranks ended earlier. Return whether the store ends with the
-        process that holds it. If this rank has already left the group, do nothing and return False.
+        After an error, also print which ranks ended earlier. Return whether the store disappears
+        when the process that holds it ends. If this rank has already left the group, do nothing and
+        return False.
         """
         if self.has_left:
             return False
@@ -336,9 +337,9 @@ def _query_store(question: Callable[[], None], deadline: float) -> None:
 
 
 def is_served_by_process(store: Any) -> bool:
-    """Return whether a store ends with the process that holds it.
+    """Return whether a store disappears when the process that holds it ends.
 
-    A `TCPStore` ends with that process, even if stores that add a prefix wrap it.
+    A `TCPStore` does, even if stores that add a prefix wrap it.
     """
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner

@@ -48,9 +48,9 @@ class Bins(NamedTuple):
 def _choose_bins(bins: Bins, length: int, count: int) -> tuple[int, int]:
     """Choose `count` bins for a chunk, or more bins if `count` bins have too little room.
 
-    Bins with room for `length / count` tokens are chosen first, in order of increasing pairs. The
-    remaining bins follow, in order of decreasing room. Return the number of chosen bins and the sum
-    of their room.
+    Bins with room for `length / count` tokens are chosen first, from the fewest to the most
+    query-key pairs. The remaining bins follow, from the most to the least room. Return the number
+    of chosen bins and the sum of their room.
     """
     chosen, room = 0, 0
     while chosen < count or room < length:

@@ -219,8 +219,8 @@ class CostModel:
             has its own link. The rate of the link is ``exchange_bytes_per_second`` times this
             number, even if only some of the ranks send.
         peer_seconds: seconds that each peer of a rank adds to the fixed seconds of an exchange. The
-            peers are the ranks that the rank sends to or, if they are more, the ranks that it
-            receives from.
+            peers are the ranks that the rank sends to or the ranks that it receives from, whichever
+            are more.
     """
 
     shape: AttentionShape
@@ -271,8 +271,8 @@ class CostModel:
     def make_analytic(
         cls, shape: AttentionShape, *, device_type: str = "cuda", tile: int = 128
     ) -> CostModel:
-        """Make a model of built-in figures for a device type (``"cpu"`` or ``"cuda"``; anything
-        else is treated as ``"cuda"``).
+        """Make a model from the built-in figures of a device type (``"cpu"`` or ``"cuda"``;
+        anything else is treated as ``"cuda"``).
         """
         kind = device_type if device_type in _BUILT_IN else "cuda"
         forward, backward, bandwidth, latency, inside = _BUILT_IN[kind]

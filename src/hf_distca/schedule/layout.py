@@ -70,7 +70,7 @@ class Layout:
         has_queries: for each segment, whether its queries are to be computed; false for context.
         by_document: the segments in order of document and position.
         documents: the numbers of all documents, in order.
-        place: for each segment, the place of its document among `documents`.
+        place: for each segment, the index of its document in `documents`.
         has_many_ranks: for each of `documents`, whether it lies on more than one rank.
         run_start: for each segment, the document position where its run of consecutive tokens on
             its rank begins.
@@ -285,8 +285,8 @@ class Layout:
         return document // (self.groups + 1) if self.groups > 1 else document
 
     def _find_head_group(self, document: IntArray) -> IntArray:
-        """Return which head group each document is: 1 for the first group, 2 for the second, and so
-        on; 0 for a document with all heads.
+        """Return the index of each document's head group, from 1 on; 0 for a document with all
+        heads.
         """
         return np.asarray(
             document % (self.groups + 1) if self.groups > 1 else np.zeros_like(document)
@@ -326,8 +326,8 @@ class Layout:
     def find_segments(self, place: IntArray, position: IntArray) -> IntArray:
         """Find the segments that contain these positions of documents.
 
-        `place` has the place of each position's document among `documents`. The result is the index
-        of each segment in `by_document`.
+        Row i stands for `position[i]` of the document `documents[place[i]]`. The result has indices
+        in `by_document`.
         """
         return (
             np.searchsorted(self._positions, place * (self.longest + 1) + position, side="right")
@@ -335,9 +335,9 @@ class Layout:
         )
 
     def find_places(self, document: IntArray) -> IntArray:
-        """Return the places of these document numbers among `documents`.
+        """Return the index in `documents` of each document number.
 
-        Unknown numbers get the place of another document.
+        For an unknown number, the result is the index of another document.
         """
         return np.minimum(
             np.searchsorted(self.documents, document), max(len(self.documents) - 1, 0)

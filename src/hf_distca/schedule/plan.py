@@ -218,7 +218,7 @@ class Plan:
 
     @cached_property
     def place(self) -> IntArray:
-        """Place of each task's document among `layout.documents`."""
+        """Index of each task's document in `layout.documents`."""
         return self.layout.place[self.segment]
 
     @cached_property

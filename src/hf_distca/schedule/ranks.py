@@ -75,7 +75,7 @@ class Ranks:
             )
 
     def without_irrelevant_nodes(self, cost: CostModel) -> Ranks:
-        """Return these properties, without nodes if nodes make no difference to a cost model."""
+        """Return a copy without nodes if nodes make no difference to a cost model, else `self`."""
         return (
             replace(self, per_node=None)
             if self.per_node == 1 or cost.node_bytes_per_second is None

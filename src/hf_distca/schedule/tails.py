@@ -30,10 +30,10 @@ PART, FIRST, LAST = range(3)
 # Columns of `Batch.moves`: a piece, rows [start, end) of its document, and the rank that gets them.
 PIECE, START, STOP, SERVER = range(4)
 # Columns of `Batch.holders`: a rank that has the first keys of a part, the number of these keys,
-# and the row of the part's previous holder.
+# and the index of the row with the part's previous holder.
 RANK, KEYS, PREVIOUS = range(3)
-# A part has UNITS units. Node n belongs to unit n % OTHERS if it holds rows of the part. All other
-# nodes belong to the last unit, OTHERS.
+# The servers of a part form UNITS units. A server on node n belongs to unit n % OTHERS if node n
+# has rows of the part, else to the last unit, OTHERS.
 UNITS, OTHERS = 9, 8
 # Ranks aim to end slightly before T, earlier by this fraction of T.
 CLOSE = 0.0005

@@ -226,10 +226,10 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the measurements of ranks before the Trainer logs: when a log is due, and after
-        the last step, when the Trainer writes the final log.
+        """Gather the measurements of all ranks if a log is due, or if training stops, because the
+        Trainer then writes the final log.
 
-        All ranks call this, even if only rank 0 logs.
+        All ranks call this method, even if only rank 0 logs.
         """
         if control.should_log or control.should_training_stop:
             current_session().gather_measurements()
