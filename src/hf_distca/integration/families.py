@@ -54,7 +54,7 @@ REFUSAL_REASONS = {
 # Why some families need whole documents. All other families are in `CUT_DOCUMENT_FAMILIES`, or were
 # never tried with cut documents.
 WHOLE_DOCUMENT_REASONS = {
-    "CARRIES_STATE": "their other layers carry state from token to token, which stays on its rank",
+    "CARRIES_STATE": "their other layers pass state from token to token, but not from rank to rank",
     "NO_POSITIONS": "they take no position ids, and count each rank's tokens from 0",
     "OWN_LOSS": (
         "their loss reads only `labels`, and the next token of a part that ends within a document"
