@@ -11,7 +11,8 @@ from hf_distca.tools.advise.ways import Run, Way
 # scheduler moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may
 # be wrong about which step is faster.
 _EQUAL, _CLOSE = 1.02, 1.06
-# For a word in a way's title: how to get this way with Hugging Face.
+# Words in titles, each with the text that the advice puts after such a title: how to do this with
+# Hugging Face.
 _HOW = {
     "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does nearly that',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
