@@ -356,7 +356,7 @@ def test_invalid_shares_are_refused() -> None:
     for documents in (padded, datasets.Dataset.from_list(padded)):
         with pytest.raises(LayoutError, match="attention_mask of a document is 0 at token 15"):
             Shares(documents, batches, make_dealing(1, 40))[0]
-    with pytest.raises(LayoutError, match="but by its length or other columns"):
+    with pytest.raises(LayoutError, match="but its length or other columns"):
         Shares([row["input_ids"][:15] for row in rows], batches, make_dealing(1, 40))[0]
     with pytest.raises(LayoutError, match="labels of a document end before token 20"):
         Shares([{**row, "labels": [1]} for row in rows], batches, make_dealing(1, 40))[0]

@@ -96,7 +96,7 @@ class _KindRates:
 
     @property
     def trial_interval(self) -> int:
-        """Number of consecutive samples without an exchange after which a trial is made."""
+        """A trial follows this many consecutive samples without an exchange."""
         return max(_MIN_TRIAL_INTERVAL, math.ceil((self.slowdown or 0) / _TRIAL_SHARE))
 
 

@@ -391,8 +391,8 @@ class DocumentPiece:
         values = convert_integers(column, name)  # raises if the column is one number
         if len(values) != end - begin:
             raise LayoutError(
-                f"the {name} of a document end before token {self.start + end}, but by its length "
-                "or other columns, the document has more tokens. Give one value for each token."
+                f"the {name} of a document end before token {self.start + end}, but its length or "
+                "other columns say that it has more tokens. Give one value for each token."
             )
         return values
 

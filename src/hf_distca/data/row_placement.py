@@ -113,8 +113,8 @@ class RowPlacement(BatchSampler):
     Args:
         batch_sampler: makes batches of row indices. All but the last have ``batch_size`` rows.
         work: (rows of the data set,) attention work of each row, in any unit.
-        places: places of the rows of a step. Its ``micro_batch_rows`` must be a multiple of
-            ``batch_size``.
+        places: the places that a step has for rows. ``places.micro_batch_rows`` must be a multiple
+            of ``batch_size``.
         even_batches: fill the last micro-batch of an epoch with the epoch's first rows, as
             accelerate would. If False, rows that do not fill a micro-batch come last, in their
             order. With one rank, or a sampler that drops the last batch, no rows are added.

@@ -42,7 +42,7 @@ class EpochMixin:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the items, or of the next iteration."""
+        """The epoch from which the next items are read."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:

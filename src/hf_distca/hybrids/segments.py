@@ -43,8 +43,8 @@ class RowNeeds:
     """Rows that segments need from earlier segments of their documents, seen from one rank.
 
     Attributes:
-        held: keys of this rank's rows that a segment on any rank needs. Keys of position 0 come
-            first.
+        held: `StateKey` of each row of this rank that a segment on any rank needs. Rows of position
+            0 come first.
         rows: which held rows go to which ranks, and how many rows come from each rank.
         place: the index of each held or received row in a tensor of all held rows followed by all
             received rows.

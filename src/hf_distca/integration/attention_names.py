@@ -54,11 +54,11 @@ def check_not_replaced(config: PreTrainedConfig | None) -> None:
         changed = get_changed_flash_attention() if "flash" in name else None
     if changed is not None:
         raise UnsupportedError(
-            f'attn_implementation="{name}" is distca here, but {describe_origin(changed)} has been'
-            " put in front of it. Packages do so to cut sequences over ranks, and distca would take"
-            " each part for whole documents. Switch this off (set the size of sequence, context or"
-            " Ulysses parallelism to 1). distca itself shares the attention of long documents"
-            " between ranks."
+            f'attn_implementation="{name}" is distca here, but a package has put'
+            f" {describe_origin(changed)} in front of it. Packages do this to cut sequences over"
+            " ranks, and distca would take each part for whole documents. Switch this off (set the"
+            " size of sequence, context or Ulysses parallelism to 1). distca itself shares the"
+            " attention of long documents between ranks."
         )
 
 

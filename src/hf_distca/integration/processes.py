@@ -104,7 +104,7 @@ def find_data_parallel_ranks(mesh: DeviceMesh, extra_dimension: str | None = Non
 
 
 def _check_dimensions(sizes: dict[str, int]) -> None:
-    """Raise for a dimension of several ranks that is not known to be for data or for the model."""
+    """Raise unless every dimension with several ranks is known to be for data or for the model."""
     for name, size in sizes.items():
         if size > 1 and name not in (*_DATA_DIMENSIONS, *_MODEL_DIMENSIONS):
             raise UnsupportedError(

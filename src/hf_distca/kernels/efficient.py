@@ -190,7 +190,7 @@ def _find_padded_rows(sequences: Sequences, rows: int) -> torch.Tensor:
 
 
 def _number_rows(sequences: Sequences, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row of a call, and the index of each row's sequence.
+    """Return the row indices 0, 1, ..., and for each row the index of its sequence.
 
     Both results are (rows,) int64.
     """

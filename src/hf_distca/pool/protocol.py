@@ -171,7 +171,7 @@ def read_requests(requests: Sequence[Any]) -> list[Request]:
 
 
 def read_share(share: Mapping[str, Any]) -> DealtShare:
-    """Read a share of a dealt batch, as the share of a rank without tokens."""
+    """Read the share of a dealt batch that a rank without tokens has."""
     numbers = partial(np.array, dtype=np.int64)
     return DealtShare(
         tuple(share["batch"]),

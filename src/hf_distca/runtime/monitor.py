@@ -15,9 +15,9 @@ If a connection breaks while a message is partly received, gloo does not wake th
 which then waits until its timeout. A rank that gives up therefore completes its messages under way
 first. A rank that is killed cannot do so.
 
-If the node that holds the store is lost, or the link to this node, a call of the store ends only
-when TCP gives up, after a quarter of an hour. Calls that must not take that long therefore run in a
-separate thread, which the caller can abandon.
+If the node that holds the store fails or cannot be reached, a call of the store ends only when TCP
+gives up, after a quarter of an hour. Calls that must not take that long therefore run in a separate
+thread, which the caller can abandon.
 """
 
 from __future__ import annotations

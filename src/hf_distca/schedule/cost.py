@@ -504,10 +504,10 @@ class TransientBytes(NamedTuple):
         return ALL_KEYS if window <= most else most
 
     def check_bound(self, bound: int | None) -> None:
-        """Raise an error unless a query row and a key fit in a bound of bytes.
+        """Raise an error if a bound in bytes is too small for one query row and one key.
 
         Raises:
-            ConfigError: if they do not fit. The message states the bound and the bytes needed.
+            ConfigError: if it is too small. The message states the bound and the bytes needed.
         """
         if bound is not None and bound < self.query + self.key:
             raise ConfigError(

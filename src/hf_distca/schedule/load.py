@@ -64,8 +64,8 @@ class PlanLoad:
     machine finds the same figures, and makes the same plan.
 
     Attributes:
-        plan, cost: the plan to weigh, and the cost model. The plan's window replaces that of the
-            model.
+        plan: the plan to weigh.
+        cost: the cost model, with the window of the plan.
         overlapped: whether the plan is for a nano-batch of ping-pong. Its exchanges overlap with
             the compute of the other nano-batch, which has about as much work.
         ranks: properties of the ranks.

@@ -57,7 +57,7 @@ class Pieces:
             in `Layout.documents`, and its head group (1 for the first group; 0 for all heads).
         home: (pieces,) the rank of each piece.
         stop: (pieces,) document position where the rows of each piece end. The last rows of a piece
-            cannot move if they need more keys than a bound of transient bytes allows.
+            cannot move if they need more keys than `max_transient_bytes` allows.
         batch: arrays that trials read and change.
         start: the same arrays before any move.
     """

@@ -47,7 +47,7 @@ class Ranks:
 
     @classmethod
     def from_speeds(cls, speeds: npt.ArrayLike | None, per_node: int | None = None) -> Ranks:
-        """Make ranks with these speeds, an array of shape (ranks,) or array-like."""
+        """Make `Ranks` with speeds of shape (ranks,), or with equal speeds if `speeds` is None."""
         return cls(
             (
                 None

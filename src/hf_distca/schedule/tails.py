@@ -178,8 +178,8 @@ class _Links(NamedTuple):
         other_arrive, other_leave: busy seconds of the busiest other link of the server, and of the
             home.
         row_arrive, row_leave: seconds that each row adds to `arrive` and to `leave`.
-        key_seconds, keys: seconds of all keys that the server receives, and number of keys that its
-            pool lacks.
+        key_seconds: seconds in which the server receives the keys of the tail.
+        keys: number of keys that the tail adds to the server's pool.
     """
 
     arrive: float
@@ -227,7 +227,7 @@ def _weigh_links(batch: Batch, piece: int, source: int, server: int) -> _Links:
     level = int(is_far(batch, source, server))
     if level:
         arrive, other_arrive, leave, other_leave = other_arrive, arrive, other_leave, leave
-    # If the window hides the first key, each row added in front of a tail needs one more key.
+    # If the window hides the first key, a tail that begins one row earlier needs one more key.
     row_bytes = batch.heads[part] * (cost.query_bytes + cost.key_bytes * (end >= cost.window))
     return _Links(
         arrive,

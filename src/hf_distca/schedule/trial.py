@@ -122,7 +122,7 @@ def _make_move(batch: Batch, piece: int, source: int, server: int, row: int) -> 
     cost, ranks, part = batch.cost, batch.ranks, batch.pieces[piece, PART]
     heads, start, end = batch.heads[part], batch.pieces[piece, FIRST], batch.pieces[piece, LAST]
     query, key, sent_query, sent_key = batch.transient
-    is_windowed = end >= cost.window  # if so, each row added in front needs one more key
+    is_windowed = end >= cost.window  # if so, each moved row needs one more key
     before = estimate_slice_seconds(cost, heads, start, end)
     after = estimate_slice_seconds(cost, heads, start, row)
     ranks[COMPUTE, source] -= (before - after) / ranks[SPEED, source]
@@ -167,7 +167,7 @@ def _find_emptiest(batch: Batch, source: int, first: int, last: int, found: int)
 
 @compile_inner
 def _find_move(batch: Batch, source: int, inside: bool) -> tuple[int, int, int]:
-    """Find the cheapest tail of all pieces of a rank.
+    """Find the cheapest tail that a rank can give away.
 
     Possible servers are the ranks that end first, and ranks that have keys of the document. Return
     the piece (-1 if there is no tail), the server, and the first row of the tail.

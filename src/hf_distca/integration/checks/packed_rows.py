@@ -50,9 +50,9 @@ def check_packed_row(call: MaskCall, part: PreTrainedModel, packed: PackedDocume
         tokens = getattr(adapter, "alora_invocation_tokens", None)
         if tokens is not None:
             raise UnsupportedError(
-                f"alora_invocation_tokens={list(tokens)}: the adapter looks for these tokens once"
-                " in a row. Rows hold packed or dealt documents, so the adapter would leave most"
-                f" documents unchanged. Use LoRA without alora_invocation_tokens, {remedy}"
+                f"alora_invocation_tokens={list(tokens)}: the adapter looks for these tokens only"
+                " once per row. Rows hold packed or dealt documents, so the adapter would leave"
+                f" most documents unchanged. Use LoRA without alora_invocation_tokens, {remedy}"
             )
 
 

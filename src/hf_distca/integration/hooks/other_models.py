@@ -70,7 +70,7 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     If only some ranks find such a call, they report the error to the others.
     """
     if kwargs.keys().isdisjoint(("input_ids", "inputs_embeds")) and not _is_row_of_ids(*args[:1]):
-        return  # no tokens: a vision tower, for example, may get its model's keyword arguments
+        return  # a call without tokens, such as that of a vision tower
     documents = kwargs.get("distca_documents")
     reason = (
         _find_cut_reason(model, documents)

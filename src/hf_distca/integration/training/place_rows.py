@@ -342,7 +342,7 @@ class ItemRules:
     they have.
 
     Attributes:
-        documents: columns of token ids that make up each document of an item.
+        documents: for each document of an item, the columns that hold its token ids.
         max_length: number of tokens at which the collator cuts documents; None if it does not cut
             them.
         in_micro_batches: whether an item must stay in its micro-batch. Otherwise it may move to any

@@ -214,8 +214,8 @@ def begin(options: Options) -> None:
 
 
 def _become_launched(options: Options) -> Options:
-    """Make this process a server, or a rank of the world without servers. Return the options of the
-    rank. A server does not return.
+    """Turn this process into a server, or into a rank of a world that has no servers. Return the
+    options of the rank. A server does not return.
 
     Change nothing in a process that no launcher started, such as the launcher itself.
     """
