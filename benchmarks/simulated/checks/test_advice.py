@@ -1,5 +1,5 @@
-"""`hf-distca advise`, compared with the simulator, which counts more: memory traffic between
-products, weights and their exchange, copies of rows that move, and calls of kernels.
+"""`hf-distca advise` compared with the simulator, which also counts memory traffic between
+products, weights and their exchange, copies of moved rows, and kernel calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAME = {
         ("qwen3-8b", "h100", 8, 32768, "equal:2048", 65536, True),
     ],
 )
-def test_steps_and_gains_are_about_those_of_the_simulator(
+def test_advise_estimates_steps_and_gains_like_the_simulator(
     model: str,
     hardware: str,
     ranks: int,
