@@ -37,7 +37,6 @@ PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "gb200": 2450e12, "b200
 
 
 def count_weights(part: Part) -> ModelShape:
-    """Count the weights of a part's model."""
     path = part.out / f"{part.model}.config.json"
     path.write_text(part.config().to_json_string(use_diff=False))
     return count_shape(path)

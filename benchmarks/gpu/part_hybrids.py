@@ -29,7 +29,7 @@ def hide_packages() -> None:
 
 
 def show_packages() -> None:
-    """Import mamba-ssm without the parts that need a build, and limit kernels to their first
+    """Make mamba-ssm importable without a build of its CUDA parts, and limit kernels to their first
     setting: compiling all settings takes minutes for each family.
     """
     try:

@@ -183,7 +183,7 @@ def compute_figures(
     """Compute seconds, megabytes between nodes, and differences of loss and gradients.
 
     Args:
-        taken: seconds and megabytes of each step, by round.
+        taken: mean seconds and megabytes of each round.
         exact: loss and gradient of a step whose kernels compute.
     """
     rows: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Small Llamas that scripts train."""
+"""Small Llama models for scripts."""
 
 from __future__ import annotations
 

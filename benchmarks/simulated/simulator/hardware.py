@@ -72,11 +72,12 @@ class Hardware:
         return self.link_gbps * 1e9 / 8 * self.link_share
 
 
-# Products: the largest measured ones in bf16 (ml-engineering, "Maximum Achievable Matmul FLOPS"):
-# 794.5 of 989 TFLOP/s, 267.9 of 312 and 1745 of 2250. Memory and host: data sheets. Gathers: on
-# Hopper, all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200 (nccl-tests in hao-ai-lab/DistCA,
-# commit 2afd219); on A100, as large a part of 300 GB/s each way, assumed; on Blackwell, as much
-# more than an all-to-all as on H200, which is what DeepEP V2 reaches over NVLink.
+# Products: the largest measured rates in bf16 (ml-engineering, "Maximum Achievable Matmul FLOPS"):
+# 794.5 of 989 TFLOP/s on Hopper, 267.9 of 312 on A100, 1745 of 2250 on Blackwell. Memory and host:
+# data sheets. Gathers: on Hopper, all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200
+# (nccl-tests in hao-ai-lab/DistCA, commit 2afd219); on A100, the same share of 300 GB/s each way is
+# assumed; on Blackwell, the same ratio to an all-to-all as on H200, which DeepEP V2 reaches over
+# NVLink.
 _HOPPER: dict[str, Any] = {
     "matmul_flops": 7.945e14,
     "memory_rate": 3.35e12,
@@ -105,7 +106,7 @@ _FIGURES = {
         "host_rate": 3.2e10,  # PCIe 4.0
     },
     "b200": _BLACKWELL,
-    # NVL72: the links of a node join 72, and two share the 480 GB of a Grace and the 450 GB/s each
+    # NVL72: fast links join 72 GPUs. Two GPUs share the 480 GB of a Grace CPU, and 450 GB/s each
     # way to it.
     "gb200": _BLACKWELL
     | {"memory_bytes": 186e9, "ranks_per_node": 72, "host_bytes": 2.4e11, "host_rate": 2.25e11},

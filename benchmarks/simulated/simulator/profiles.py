@@ -79,16 +79,16 @@ class Profile:
         )
 
 
-# Sources of kernels: MagiAttention, commit 2c641357, kernel level, read off the charts, +-3 %; of
-# the A100, Dao-AILab/flash-attention, commit 0251105a, assets, hidden size 2048, 16K tokens in all;
-# of the H100 with flash_attn_2 and 4 our own timings, too (one H100 80GB HBM3, 2026-11-26, torch
-# 2.11, flash-attn-4 4.0.0b36), and for 4 NVIDIA/cudnn-frontend, llama3.1_20260928_130009.csv of an
-# H200 instead of the charts.
-# Sources of links: NVIDIA GTC25 S72583 (in stas00/ml-engineering, network), the bus of an
-# all-to-all of 8 GPUs: 320 GB/s on H100, 210 on A100, 640 on B200; between nodes nccl-tests issue
-# 130, 48 GB/s of 4 nodes of H100; of 32 A100 24 GB/s, of which 3/4 leaves a node; for B200
-# ml-engineering, P6-B200 over EFA.
-# By GPU and kernel. Task seconds, bytes and flops per second, how often the bytes of rows count,
+# Sources of kernels: MagiAttention (commit 2c641357, kernel level), read off the charts to +-3 %.
+# For the A100: Dao-AILab/flash-attention (commit 0251105a, assets; hidden size 2048, 16K tokens in
+# all). For the H100 with flash_attn_2 and 4: also our own timings (one H100 80GB HBM3, 2026-11-26,
+# torch 2.11, flash-attn-4 4.0.0b36). For flash_attn_4, llama3.1_20260928_130009.csv of
+# NVIDIA/cudnn-frontend (an H200) replaces the charts.
+# Sources of links: NVIDIA GTC25 S72583 (in stas00/ml-engineering, network), bus rates of an
+# all-to-all of 8 GPUs: 320 GB/s on H100, 210 on A100, 640 on B200. Between nodes: nccl-tests issue
+# 130, 48 GB/s on 4 nodes of H100, and 24 GB/s on 32 A100, of which 3/4 leaves a node; for B200,
+# P6-B200 over EFA in ml-engineering.
+# By GPU and kernel: task seconds, bytes and flops per second, how often the bytes of rows count,
 # call seconds, least seconds.
 PROFILES = {
     "a100_flash_attn_2": Profile(

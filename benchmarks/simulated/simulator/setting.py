@@ -29,8 +29,8 @@ class Setting:
         ranks: number of devices.
         tokens_per_rank: tokens of a micro-batch on a rank. All ranks of a tensor-parallel group
             hold the same tokens.
-        tensor, stages: tensor-parallel degree and pipeline stages. The attention group has the
-            remaining factor of `ranks`, `group`.
+        tensor, stages: tensor-parallel degree and pipeline stages. The attention group has
+            ranks / (tensor * stages) ranks, its `group`.
         micro_batches: micro-batches of a step.
         ranks_per_node: devices that share a fast link.
         sharding: ``"fsdp"`` shards weights, gradients and the optimizer's state over the attention
