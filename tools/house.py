@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The house in figures: sizes of the rooms of the package, imports between rooms, and circles of
-files that import each other.
+"""The structure of the package in figures: sizes of its rooms, imports between rooms, and circles
+of files that import each other.
 
     python tools/house.py [--json FILE] [--source FOLDER]
 
 A room is a folder of `src/hf_distca`, or of `tools`; the files next to the folders are the room
-"top". The core is `CORE` and the top. Statements are those of Python's syntax (`ast.stmt`), those
-inside others included, without docstrings. Parameters are counted without `self` and `cls`.
-Complexity is that of ruff's C901.
+"top". The core is `CORE` and the top. Statements are those of Python's syntax (`ast.stmt`), nested
+ones included, without docstrings. Parameters exclude `self` and `cls`. Complexity is that of ruff's
+C901.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _Branch = (
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A file of the package, parsed.
+    """A parsed file of the package.
 
     Attributes:
         room: folder of the file, or `TOP`.
         path: path below the package's folder.
         lines: number of all lines.
-        nodes: all nodes of its syntax tree.
+        nodes: all nodes of the syntax tree.
     """
 
     room: str
@@ -56,7 +56,7 @@ class Module:
 
     @property
     def functions(self) -> list[_Function]:
-        """All functions and methods, those inside others included."""
+        """All functions and methods, including nested ones."""
         return [node for node in self.nodes if isinstance(node, _Function)]
 
     @property
@@ -66,13 +66,13 @@ class Module:
 
     @property
     def name(self) -> str:
-        """Name by which the file is imported."""
+        """Name under which the file is imported."""
         return ".".join((SOURCE.name, *self.path.with_suffix("").parts)).removesuffix(".__init__")
 
     @property
     def imported_names(self) -> set[str]:
-        """Modules, and names in modules, imported anywhere in the file when it runs, not for types
-        only.
+        """Modules, and names in modules, that any line of the file imports at runtime, without
+        imports for types only.
         """
         checks = (
             node.body
@@ -92,8 +92,8 @@ class Module:
 
     @property
     def imported_rooms(self) -> set[str]:
-        """Other rooms imported anywhere in the file; modules of the top level by their own
-        names.
+        """Other rooms that any line of the file imports; modules of the top level count by their
+        own names.
         """
         names: set[str] = set()
         for node in self.nodes:
@@ -113,13 +113,13 @@ class Size:
     """The size of a room, or of all rooms together.
 
     Attributes:
-        files, lines, statements: numbers of files, and of their lines and statements.
+        files, lines, statements: number of files, lines and statements.
         median_file, longest_file: statements of a file.
-        median_function, longest_function: statements of a function, its `def` included; 0 without
+        median_function, longest_function: statements of a function, including its `def`; 0 without
             functions.
-        parameters: the most parameters of a function.
-        complexity: the largest cyclomatic complexity of a function, branches of inner functions
-            included.
+        parameters: largest number of parameters of a function.
+        complexity: largest cyclomatic complexity of a function, including branches of inner
+            functions.
     """
 
     files: int
@@ -146,13 +146,13 @@ class Size:
             max(files),
             int(median(lengths or [0])),
             max(lengths, default=0),
-            max(map(parameters, functions), default=0),
-            max(map(complexity, functions), default=0),
+            max(map(count_parameters, functions), default=0),
+            max(map(measure_complexity, functions), default=0),
         )
 
 
 def is_counted(node: ast.AST) -> bool:
-    """Return whether a node is a statement that counts: no docstring."""
+    """Return whether a node is a statement other than a docstring."""
     constant = (
         node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
     )
@@ -162,12 +162,12 @@ def is_counted(node: ast.AST) -> bool:
 
 
 def count_statements(function: _Function) -> int:
-    """Count the statements of a function, its `def` included."""
+    """Count the statements of a function, including its `def`."""
     return sum(map(is_counted, ast.walk(function)))
 
 
-def parameters(function: _Function) -> int:
-    """Count the parameters of a function, `*args` and `**kwargs` included, without `self` and
+def count_parameters(function: _Function) -> int:
+    """Count the parameters of a function, including `*args` and `**kwargs`, without `self` and
     `cls`.
     """
     given = function.args
@@ -181,20 +181,20 @@ def parameters(function: _Function) -> int:
     )
 
 
-def complexity(function: _Function) -> int:
-    """Count the ways through a function: one, and one more for each branch."""
+def measure_complexity(function: _Function) -> int:
+    """Count the paths through a function: one, and one more for each branch."""
     return sum(isinstance(node, _Branch) for node in ast.walk(function))
 
 
 def find_largest(modules: list[Module]) -> dict[str, str]:
-    """Find the file and the functions of which `Size` has the largest figures: "path", or
-    "path:line name", by the names of the figures.
+    """Find the file and the functions with the largest figures of `Size`: "path" or "path:line
+    name", by the name of the figure.
     """
     functions = [(module, function) for module in modules for function in module.functions]
     measures: dict[str, Callable[[_Function], int]] = {
         "longest_function": count_statements,
-        "parameters": parameters,
-        "complexity": complexity,
+        "parameters": count_parameters,
+        "complexity": measure_complexity,
     }
     largest = {"longest_file": str(max(modules, key=lambda module: module.statements).path)}
     for name, measure in measures.items() if functions else ():
@@ -204,7 +204,7 @@ def find_largest(modules: list[Module]) -> dict[str, str]:
 
 
 def find_circles(modules: list[Module]) -> list[list[str]]:
-    """Find the circles of files that import each other, by their paths."""
+    """Find the circles of files that import each other, as lists of paths."""
     files = {module.name: str(module.path) for module in modules}
     arrows = {}
     for module in modules:
@@ -220,8 +220,8 @@ def find_circles(modules: list[Module]) -> list[list[str]]:
 
 
 def _reach(name: str, arrows: dict[str, set[str]]) -> set[str]:
-    """Follow arrows from a file to all that it imports, with what these import; itself only on a
-    circle.
+    """Return all files that a file imports directly or indirectly; the file itself only if it is on
+    a circle.
     """
     reached, left = set[str](), [name]
     while left:
@@ -237,10 +237,11 @@ class House:
 
     Attributes:
         rooms: the size of each room, by name.
-        core, total: the sizes of the core and of all rooms together.
+        core, total: sizes of the core and of all rooms together.
         largest: for each room, and for "all", the file and the functions with the largest figures.
         arrows: the rooms that each room imports.
-        circles: files that import each other, inside functions included, not for types only.
+        circles: files that import each other, including imports inside functions, without imports
+            for types only.
     """
 
     rooms: dict[str, Size]
@@ -271,7 +272,7 @@ def survey(source: Path = SOURCE) -> House:
 
 
 def _table(sizes: dict[str, Size]) -> Iterable[str]:
-    """Yield the lines of a table, a room in each."""
+    """Yield the lines of a table with one room per line."""
     rows = [(name, asdict(size)) for name, size in sizes.items()]
     titles = [title.replace("_", " ") for title in rows[0][1]]
     yield "  ".join(["room".ljust(13), *titles])

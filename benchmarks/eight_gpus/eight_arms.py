@@ -16,7 +16,7 @@ from hf_distca.data.row_placement import StepPlaces
 from simulator.loader_rules import assign_longest_first
 
 Rows = list[list[int]]
-# Of the tokens of a row: a rank under a token cap takes no more.
+# Largest share of a rank under a token cap, relative to the tokens of a row.
 CAP = 1.25
 
 
@@ -25,11 +25,11 @@ class Arm:
     """A way to run a step.
 
     Attributes:
-        title: its name in tables.
-        attention: "packed" (varlen attention as transformers calls it), "distca", "ulysses" or
+        title: name in tables.
+        attention: "packed" (varlen attention called by transformers), "distca", "ulysses" or
             "ring".
         place: where documents lie: "in order", "placed", "rebalanced", "capped" or "dealt".
-        settings: of `DistCAConfig`.
+        settings: arguments of `DistCAConfig`.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-# In the order of worth.
+# The most important arm comes first.
 ARMS = {
     "packed": Arm("packed varlen attention", "packed"),
     "own": Arm("kernel of hf-distca, nothing moved", "distca", settings={"balance": False}),
@@ -53,17 +53,17 @@ ARMS = {
 }
 
 
-def references(model_type: str) -> tuple[str, ...]:
-    """Arms that others are compared with: the first of them that runs.
+def list_references(model_type: str) -> tuple[str, ...]:
+    """List the arms that may serve as reference, the best one first.
 
-    Packed rows of a hybrid need flash-linear-attention, without which hf-distca runs document by
-    document.
+    A hybrid needs flash-linear-attention for packed rows. hf-distca runs document by document
+    without it.
     """
     return ("own",) if model_type == "qwen3_5_text" else ("packed", "own")
 
 
-def why_not(arm: str, config: Any, ranks: int, device: str) -> str | None:
-    """Say why an arm cannot be started for a model; None if it can."""
+def find_obstacle(arm: str, config: Any, ranks: int, device: str) -> str | None:
+    """Return the reason why an arm cannot be started for a model; None if it can."""
     attention, windowed = ARMS[arm].attention, config.model_type == "gpt_oss"
     hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if windowed and arm == "packed" and device == "cuda" and not is_flash_attn_3_available():
@@ -87,20 +87,20 @@ def why_not(arm: str, config: Any, ranks: int, device: str) -> str | None:
 
 
 def resolve(arm: str, config: Any, ranks: int, device: str) -> Arm:
-    """Find what an arm runs for a model: where packed attention is not right, loaders' placements
-    run in the kernel of hf-distca, with nothing moved.
+    """Return the arm as it runs for a model. Where packed attention would be wrong, the placements
+    of loaders run in hf-distca's kernel, with nothing moved.
     """
     found = ARMS[arm]
     if found.attention != "packed" or arm == "packed":
         return found
-    right = references(config.model_type)[0] == "packed"
-    if right and why_not("packed", config, ranks, device) is None:
+    right = list_references(config.model_type)[0] == "packed"
+    if right and find_obstacle("packed", config, ranks, device) is None:
         return found
     return replace(found, attention="distca", settings={"balance": False})
 
 
-def half_node(ranks: int) -> int:
-    """Ranks of each half of the node; two of two."""
+def count_half_node(ranks: int) -> int:
+    """Return the ranks of half a node; 2 for a node of two."""
     return max(ranks // 2, 2) if ranks % 2 == 0 else ranks
 
 
@@ -112,18 +112,22 @@ def place_documents(
     Args:
         rows: lengths of the documents in each row.
         place: as `Arm.place`, except "dealt".
-        tokens: of a row.
-        cost: work of documents of so many tokens, in any unit.
+        tokens: tokens of a row.
+        cost: maps document lengths to work, in any unit.
 
     Returns:
-        The numbers of each rank's documents, which are counted through all rows.
+        The document numbers of each rank, counted across all rows.
     """
-    ranks, numbers, lengths = len(rows), numbers_of(rows), np.concatenate(rows).astype(np.int64)
+    ranks, numbers, lengths = (
+        len(rows),
+        number_documents(rows),
+        np.concatenate(rows).astype(np.int64),
+    )
     if place == "in order":
         return numbers
     if place == "placed":
         work = np.array([int((np.array(row, dtype=np.int64) ** 2).sum()) for row in rows])
-        node = half_node(ranks)
+        node = count_half_node(ranks)
         return [numbers[row] for row in StepPlaces(ranks // node, node).place(work)]
     if place == "rebalanced":
         sampler = (
@@ -137,13 +141,13 @@ def place_documents(
     return [np.flatnonzero(bins == rank).tolist() for rank in range(ranks)]
 
 
-def numbers_of(rows: Rows) -> Rows:
-    """Count documents through all rows."""
+def number_documents(rows: Rows) -> Rows:
+    """Number the documents across all rows."""
     ends = np.cumsum([len(row) for row in rows])
     return [list(range(end - len(row), end)) for row, end in zip(rows, ends.tolist(), strict=True)]
 
 
 def make_tokens(number: int, length: int, step: int, vocabulary: int) -> torch.Tensor:
-    """Make the tokens of a document, (length,) int64, the same ones on every rank."""
+    """Make the tokens of a document, (length,) int64, equal on every rank."""
     generator = torch.Generator().manual_seed(1_000_003 * step + number)
     return torch.randint(0, vocabulary, (length,), generator=generator)

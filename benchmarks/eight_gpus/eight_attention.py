@@ -15,13 +15,13 @@ from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.flash import FLASH_ATTN_4
 
 ULYSSES, RING = "eight_ulysses", "eight_ring"
-# Of the attention that Ulysses calls.
+# The attention that Ulysses calls inside.
 _INNER = [PLAIN]
 
 
 def find_packed(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Find the fastest packed attention that is installed, by its name in transformers."""
-    if config.model_type == "gpt_oss":  # sinks
+    if config.model_type == "gpt_oss":  # kernels with sinks
         return "flash_attention_3" if device.type == "cuda" else "eager"
     width = config.head_dim
     if device.type != "cuda":
@@ -33,17 +33,18 @@ def find_packed(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     return "flash_attention_3" if is_flash_attn_3_available() else PLAIN
 
 
-def name_of(attention: str, packed: str) -> str:
-    """Name an arm's attention as transformers knows it; Ulysses calls `packed` inside."""
+def resolve_name(attention: str, packed: str) -> str:
+    """Return the name of an arm's attention in transformers; Ulysses calls `packed` inside."""
     _INNER[0] = packed
     return {"packed": packed, "ulysses": ULYSSES, "ring": RING}.get(attention, attention)
 
 
-def dense_masks(bounds: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
-    """Masks of packed documents for eager attention of gpt-oss, (1, 1, tokens, tokens) float32.
+def make_dense_masks(bounds: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+    """Make the masks of packed documents for gpt-oss under eager attention, (1, 1, tokens, tokens)
+    float32.
 
-    Its model code gives position ids to no mask (transformers 5.23), so that packed documents would
-    see those before them.
+    The model code of gpt-oss passes no position ids to its masks (transformers 5.23), so that
+    packed documents would see the documents before them.
     """
     number = torch.arange(len(bounds) - 1).repeat_interleave(bounds.diff().cpu().long())
     place = torch.arange(len(number))
@@ -55,7 +56,7 @@ def dense_masks(bounds: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i of the first dimension goes to rank i, and gradients the same way back."""
+    """An all-to-all in both directions: part i of the first dimension goes to rank i."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -71,9 +72,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(states_BHTD: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Some heads of all ranks' tokens, for all heads of this rank's."""
+    """Exchange all heads of this rank's tokens for some heads of all ranks' tokens."""
     heads, tokens, width = states_BHTD.shape[1:]
-    if heads < ranks:  # each rank needs one
+    if heads < ranks:  # each rank needs a head
         states_BHTD, heads = states_BHTD.repeat_interleave(ranks // heads, dim=1), ranks
     parts = _Exchange.apply(states_BHTD.reshape(ranks, heads // ranks, tokens, width))
     return parts.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, width)
@@ -87,8 +88,8 @@ def ulysses(
     attention_mask: None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of some heads of all documents, by packed attention; documents are those of all
-    ranks' rows, one after another, and ranks have equally many tokens.
+    """Compute some heads of all documents by packed attention. The documents are those of all
+    ranks' rows in order; ranks have equally many tokens.
     """
     ranks = dist.get_world_size()
     states = [_to_heads(x, ranks) for x in (query, key, value)]
@@ -112,14 +113,14 @@ def ring(
     cu_seq_lens_q: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention by ring-flash-attn's way of Llama 3: keys of all ranks are gathered."""
+    """Compute attention by ring-flash-attn's Llama 3 method, which gathers all ranks' keys."""
     global _prepared
     from ring_flash_attn import (
         llama3_flash_attn_prepare_cu_seqlens,
         llama3_flash_attn_varlen_func,
     )
 
-    if _prepared[0] is not cu_seq_lens_q:  # it waits for the device: once a step
+    if _prepared[0] is not cu_seq_lens_q:  # this waits for the device, so only once a step
         ranks = dist.get_rank(), dist.get_world_size()
         _prepared = (
             cu_seq_lens_q,

@@ -1,13 +1,13 @@
-"""hf-distca beside other ways to train on long documents, on the GPUs of one node; or, small, on
-two CPU processes.
+"""hf-distca compared with other ways to train on long documents, on the GPUs of one node; a dry run
+does the same with tiny sizes on two CPU processes.
 
     benchmarks/eight_gpus/run.sh
     benchmarks/eight_gpus/run.sh --dry-run
 
-Prints predictions first, then compares every arm's losses and gradients with packed attention on
-the same batches, and times only those that are equal. The same call again goes on where the time
-was over. What fails is a row. `page.md` in the folder of the figures is made of them at the end;
---page makes it again.
+Prints predictions first. Then compares losses and gradients of every arm with those of packed
+attention on the same batches, and times only the arms that are equal. A second call continues where
+the first one stopped. A failure becomes a row. At the end, the figures are made into `page.md` in
+their folder; --page makes it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from run_all import prepare
 
-# In the order of worth.
+# The most important part comes first.
 PARTS = (
     ("qwen3_8b", "long_tail"),
     ("gpt_oss_20b", "long_tail"),
@@ -43,16 +43,18 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on two CPU processes")
     parser.add_argument(
-        "--one-card", action="store_true", help="two ranks on one GPU: a rehearsal, give --layers"
+        "--one-card", action="store_true", help="rehearse with two ranks on one GPU; needs --layers"
     )
-    parser.add_argument("--page", action="store_true", help="only make the page of what is there")
+    parser.add_argument("--page", action="store_true", help="only make the page again")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: eight_figures)")
-    parser.add_argument("--seconds", type=float, default=3600, help="for all (default: 3600)")
-    parser.add_argument("--tokens", type=int, help="tokens of a rank in a step (default: 32768)")
-    parser.add_argument("--layers", type=int, help="of each model (default: all)")
-    parser.add_argument("--steps", type=int, help="of an arm in each of its two turns (default: 5)")
-    parser.add_argument("--models", nargs="+", help="words in the names of models")
-    parser.add_argument("--lengths", nargs="+", help="words in the names of sets of lengths")
+    parser.add_argument("--seconds", type=float, default=3600, help="total time (default: 3600)")
+    parser.add_argument("--tokens", type=int, help="tokens per rank in a step (default: 32768)")
+    parser.add_argument("--layers", type=int, help="layers of each model (default: all)")
+    parser.add_argument(
+        "--steps", type=int, help="steps of an arm in each of two turns (default: 5)"
+    )
+    parser.add_argument("--models", nargs="+", help="models whose names contain these words")
+    parser.add_argument("--lengths", nargs="+", help="sets of lengths whose names contain these")
     parser.add_argument("--arms", nargs="+", help="names of arms (default: all)")
     arguments = parser.parse_args()
     small = arguments.dry_run
@@ -65,7 +67,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def make_parts(arguments: argparse.Namespace) -> list[Any]:
-    """Parts that were asked for; a dry run leaves out the control of two models."""
+    """Make the parts that were asked for; a dry run leaves out the control of two models."""
     import torch
 
     from eight_rank import Part
@@ -75,7 +77,7 @@ def make_parts(arguments: argparse.Namespace) -> list[Any]:
     ranks = 2 if dry or (arguments.one_card and cards) else cards
     if ranks < 2:
         sys.exit(
-            f"run.sh found {cards} GPUs and needs two at least; --one-card needs one, --dry-run"
+            f"run.sh found {cards} GPUs and needs at least two; --one-card needs one, --dry-run"
             " none."
         )
     sized = (arguments.tokens, 32768 // arguments.tokens if dry else 1, arguments.layers, dry)
@@ -93,22 +95,22 @@ def make_parts(arguments: argparse.Namespace) -> list[Any]:
     return [Part(*pair, ranks, kind, *sized, *steps, out) for pair in chosen]
 
 
-def keep_going(part: Any, arms: list[str], end: float) -> None:
-    """Run a part until all arms have ended or failed, or the time is over."""
-    from eight_arms import why_not
+def run_until_done(part: Any, arms: list[str], end: float) -> None:
+    """Run a part until all arms ended or failed, or the time is over."""
+    from eight_arms import find_obstacle
     from eight_launch import Launch
-    from eight_predictions import count, operations_a_token
+    from eight_predictions import count_token_operations, count_weights
     from eight_rank import read_rows, run_part, write_rows
 
     path = part.out / f"{part.name}.json"
     rows, config = read_rows(path), part.config()
     for arm in arms:
-        if reason := why_not(arm, config, part.ranks, part.device):
+        if reason := find_obstacle(arm, config, part.ranks, part.device):
             rows.setdefault(arm, {})["absent"] = reason
     write_rows(path, rows)
     running = path.with_suffix(".running")
     launch = Launch(part.ranks, part.device, part.out, running, 90.0 if part.tiny else 400.0)
-    operations = operations_a_token(count(part))
+    operations = count_token_operations(count_weights(part))
     while time.time() < end:
         rows = read_rows(path)
         left = [arm for arm in arms if not {"absent", "failed"} & rows.get(arm, {}).keys()]
@@ -118,8 +120,8 @@ def keep_going(part: Any, arms: list[str], end: float) -> None:
         failed = launch.run(run_part, part, left, end, operations)
         if failed is None:
             return
-        rows = read_rows(path)  # with what came before
-        # Before the first arm, the model itself could not be made.
+        rows = read_rows(path)  # rows from earlier attempts included
+        # Without a running arm, building the model failed.
         blamed = json.loads(running.read_text()) if running.exists() else None
         for arm in [blamed[0]] if blamed else left:
             during = blamed[1] if blamed else "building the model"
@@ -129,39 +131,39 @@ def keep_going(part: Any, arms: list[str], end: float) -> None:
 
 
 def is_open(row: dict[str, Any]) -> bool:
-    """Whether something of an arm is still to be measured."""
+    """Return whether an arm still has something to measure."""
     if "losses" not in row or "parity" not in row:
         return True
     return row["parity"] and not (len(row.get("seconds", {})) == 2 and "trace" in row)
 
 
-def tell_predictions(part: Any, links: dict[str, Any], arms: list[str]) -> None:
-    """Print what is predicted, before anything of the part has run."""
+def print_predictions(part: Any, links: dict[str, Any], arms: list[str]) -> None:
+    """Print the predictions for a part, before anything of the part runs."""
     from eight_predictions import put_predictions
 
     found = put_predictions(part, links, {arm: part.resolve(arm) for arm in arms})
     seconds = {arm: one["seconds"] for arm, one in found["arms"].items() if one}
     base = seconds.get("packed") or next(iter(seconds.values()), 1.0)
     said = ", ".join(f"{arm} {value / base:.2f}" for arm, value in seconds.items())
-    # Compared, timed in two turns after a step that does not count, traced, and for figures.
+    # One comparison per batch, two turns with one uncounted step each, a trace, and two for memory.
     steps = part.batches + 2 * (part.steps + 1) + 3
     minutes = steps * sum(seconds.values()) / 60
     print(
         f"predicted for {part.name} by the rates of {found['rates']}: {base:.3g} s a step of packed"
-        f" attention; to it {said}; {minutes:.1f} minutes of steps",
+        f" attention; relative to it {said}; {minutes:.1f} minutes of steps",
         flush=True,
     )
 
 
-def tell_part(part: Any) -> None:
-    """Print how arms compare, and seconds of those that are equal."""
-    from eight_page import median_seconds
+def print_part(part: Any) -> None:
+    """Print how arms compare, and the seconds of the equal ones."""
+    from eight_page import compute_median_seconds
     from eight_rank import read_rows
 
     for arm, row in read_rows(part.out / f"{part.name}.json").items():
         if "losses_off" in row:
             off = f"losses {row['losses_off']:.1e}, gradients {row['gradients_off']:.1e}"
-            seconds = median_seconds(row)
+            seconds = compute_median_seconds(row)
             said = f"{off}; {seconds:.3g} s" if seconds else off
             print(f"    {arm}: {said if row['parity'] else 'not equal: ' + said}", flush=True)
 
@@ -200,16 +202,16 @@ def main() -> None:
 
     put_links()
     for part in parts:
-        tell_predictions(part, manifest["links"][-1], arms)
+        print_predictions(part, manifest["links"][-1], arms)
     for number, part in enumerate(parts):
         print(f"[{number + 1}/{len(parts)}] {part.name}", flush=True)
         with nullcontext([]) if arguments.dry_run else watching_clocks() as clocks:
             try:
-                keep_going(part, arms, end)
-            except Exception as error:  # the other parts do not need it
+                run_until_done(part, arms, end)
+            except Exception as error:  # other parts can still run
                 print(f"    failed: {type(error).__name__}: {error}", flush=True)
         manifest["clocks"] += [min(clocks), max(clocks)] if clocks else []
-        tell_part(part)
+        print_part(part)
     put_links()
     print(write_page(out))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gpu_ranks import ON_ONE_CARD, find_port
 
-# Seconds that the other ranks have to end after one of them failed.
+# Seconds in which the other ranks must end after one failed.
 _GRACE = 10.0
 _RAISED = 1  # exit code of a rank that wrote a traceback
 
@@ -31,8 +31,8 @@ class Launch(NamedTuple):
     Attributes:
         ranks, device: number of processes, and type of their device.
         folder: where their output goes.
-        alive: file that changes while they get on.
-        patience: seconds without a change after which they count as hanging.
+        alive: file that the ranks change as they make progress.
+        patience: seconds without a change after which the ranks count as hanging.
     """
 
     ranks: int
@@ -42,10 +42,8 @@ class Launch(NamedTuple):
     patience: float
 
     def run(self, work: Callable[..., None], *arguments: Any) -> str | None:
-        """Run ``work(rank, *arguments)`` on every rank, in a process group. Returns what went wrong
-        or None.
-        """
-        # A fork has imported everything already; where there is a GPU, it would lose it.
+        """Run ``work(rank, *arguments)`` on every rank in a group; return an error or None."""
+        # A fork inherits all imports, but would lose a GPU.
         context = get_context("spawn" if self.device == "cuda" else "fork")
         for path in self.folder.glob("failed-*.txt"):
             path.unlink()
@@ -62,7 +60,7 @@ class Launch(NamedTuple):
             _end(process)
         if hung:
             return f"nothing happened for {self.patience:.0f} s"
-        # Without a traceback; the others may have one of what that did to them.
+        # A rank without a traceback died; tracebacks of the others may be consequences.
         died = {rank: code for rank, code in codes.items() if code not in (0, _RAISED, None)}
         if died:
             return f"ranks ended, with these codes: {died}"
@@ -72,8 +70,8 @@ class Launch(NamedTuple):
         )
 
     def _wait(self, processes: list[BaseProcess]) -> bool:
-        """Wait until all have ended, or one failed and the others had their time; whether they
-        hang.
+        """Wait until all ranks ended, or until one failed and the others had time to end; return
+        whether they hang.
         """
         started, deadline = time.time(), float("inf")
         while any(process.is_alive() for process in processes):
@@ -89,7 +87,7 @@ class Launch(NamedTuple):
 
 
 def _end(process: BaseProcess) -> None:
-    """Leave nothing of a process, and of what it started."""
+    """Kill a process and everything it started."""
     if process.is_alive() and process.pid is not None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -125,4 +123,4 @@ def _be_rank(
         (launch.folder / f"failed-{rank}.txt").write_text(traceback.format_exc())
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(_RAISED)  # others may never come to a collective that an ordinary end waits for
+        os._exit(_RAISED)  # other ranks may never reach a collective, and a normal end waits for it

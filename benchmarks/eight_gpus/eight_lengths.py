@@ -1,8 +1,8 @@
-"""Lengths of documents that eight GPUs train on, as files, and the rows of a step made of them.
+"""Document lengths for eight GPUs, as files, and the rows of a step that are filled with them.
 
     python benchmarks/eight_gpus/eight_lengths.py --out benchmarks/eight_gpus/lengths
 
-writes the files again: the same ones on every machine.
+writes the files again, with the same contents on every machine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from make import documents
+from make import draw_documents
 
 FOLDER = Path(__file__).with_name("lengths")
 COUNT, SEED, EQUAL = 600, 8, 4096
 
 
 def make_sets() -> dict[str, dict[str, Any]]:
-    """Make the content of each file: where lengths come from, and (documents,) tokens."""
-    drawn = list(islice(documents(np.random.default_rng(SEED)), COUNT))
+    """Make the content of each file: the source of the lengths, and (documents,) tokens."""
+    drawn = list(islice(draw_documents(np.random.default_rng(SEED)), COUNT))
     about = f"drawn as benchmarks/placements/make.py draws, numpy's generator seeded with {SEED}"
     return {
         "long_tail": {"about": about, "lengths": drawn},
@@ -35,16 +35,16 @@ def make_sets() -> dict[str, dict[str, Any]]:
 
 
 def read_lengths(name: str, folder: Path = FOLDER, shrink: int = 1) -> list[int]:
-    """Read the lengths of a set, `shrink` times as short, but of at least two tokens."""
+    """Read the lengths of a set, divided by `shrink`, but at least two tokens each."""
     lengths = json.loads((folder / f"{name}.json").read_text())["lengths"]
     return [max(length // shrink, 2) for length in lengths]
 
 
 def rows_of_step(lengths: list[int], ranks: int, tokens: int, step: int) -> list[list[int]]:
-    """Lengths in each row of `tokens` tokens of a step, in the order of the file, from its
-    beginning again where it ends.
+    """Fill the rows of a step with `tokens` tokens each. Documents follow the order of the file,
+    which repeats from its beginning.
 
-    A document is cut where a row is full, and its rest is a document of its own.
+    A document is cut where a row is full, and its rest is a separate document.
     """
     ends = np.cumsum(np.tile(lengths, -(-ranks * tokens * (step + 1) // sum(lengths))))
     first = step * ranks * tokens
@@ -56,7 +56,7 @@ def rows_of_step(lengths: list[int], ranks: int, tokens: int, step: int) -> list
 
 
 def describe_lengths(lengths: list[int]) -> dict[str, Any]:
-    """Count documents and share of the tokens by powers of two, and how uneven squares are."""
+    """Count documents and tokens by powers of two, and compute the variation of squared lengths."""
     found = np.array(lengths, dtype=np.float64)
     power = np.floor(np.log2(found)).astype(int)
     squares = found**2

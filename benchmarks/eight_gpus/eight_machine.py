@@ -1,4 +1,4 @@
-"""The node: versions, cards, topology, and bandwidth of its links."""
+"""The node: versions, cards, topology, and the bandwidth of its links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 def make_manifest(environment: dict[str, Any]) -> dict[str, Any]:
-    """Add commit, cards and how they are linked to processor and versions."""
+    """Add commit, cards and topology to the processor and the versions."""
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain")
     query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
@@ -43,7 +43,7 @@ def _nccl() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a program prints; None if there is none, or it fails."""
+    """Return the output of a program; None if it is missing or fails."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -52,7 +52,7 @@ def _output(*command: str) -> str | None:
 
 
 def measure_links(launch: Launch) -> dict[str, Any]:
-    """GB/s that a rank sends, or the reason why that is not known."""
+    """Measure the GB/s that a rank sends; return the reason if that fails."""
     path = launch.folder / "links.part"
     path.unlink(missing_ok=True)
     failed = launch.run(_time_links, launch.device, path)
@@ -61,10 +61,10 @@ def measure_links(launch: Launch) -> dict[str, Any]:
 
 
 def _time_links(rank: int, device_type: str, path: Path) -> None:
-    """An all-to-all among all, and a ring in which each rank sends to the next one."""
+    """Time an all-to-all, and a ring in which each rank sends to the next."""
     ranks, on_gpu = dist.get_world_size(), device_type == "cuda"
     device = torch.device(device_type, torch.cuda.current_device() if on_gpu else None)
-    size = 2**28 if on_gpu else 2**20  # bytes of a rank
+    size = 2**28 if on_gpu else 2**20  # bytes per rank
     sent = torch.zeros(size // ranks * ranks, dtype=torch.uint8, device=device)
     come = torch.empty_like(sent)
 

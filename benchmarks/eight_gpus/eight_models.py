@@ -1,4 +1,4 @@
-"""Models from their configs with random weights, sharded over the ranks, and their batches."""
+"""Models with random weights from their configs, sharded over the ranks, and their batches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_distca
 from eight_arms import Arm, Rows, make_tokens, place_documents
-from eight_attention import dense_masks
+from eight_attention import make_dense_masks
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 
 MODELS = Path(__file__).with_name("models")
 _LOSS_TOKENS = 4096  # whose logits exist at a time
-# What a dry run makes of every model, and of one type.
+# Sizes of every model in a dry run, then those of single types.
 _TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -45,9 +45,9 @@ _TINY_OF = {
 
 
 def read_model(name: str, *, tiny: bool, layers: int | None) -> Any:
-    """Read the config of a model; `tiny` for a dry run, or with so many layers and fewer words."""
+    """Read a model's config; `tiny` for a dry run, `layers` for fewer layers and words."""
     config = AutoConfig.from_pretrained(MODELS / f"{name}.json")
-    # Of a shallow model, all its words would be the most of it.
+    # A shallow model with its full vocabulary would be mostly vocabulary.
     changes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": 8192} if layers else {}
     if tiny:
         changes |= {**_TINY, "num_hidden_layers": 2, **_TINY_OF.get(config.model_type, {})}
@@ -65,7 +65,7 @@ class Trained(torch.nn.Module):
         self.model = model
 
     def forward(self, targets: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """Sum of the losses of this rank's tokens."""
+        """Sum the losses of this rank's tokens."""
         hidden = self.model.model(**batch, use_cache=False).last_hidden_state[0]
         total = hidden.new_zeros((), dtype=torch.float32)
         for rows, right in zip(
@@ -93,14 +93,14 @@ def build(config: Any, device: torch.device, dtype: torch.dtype) -> Trained:
 
 @dataclass(frozen=True)
 class Batches:
-    """Makes the batch of a rank in a step, of an arm.
+    """Makes the batch of a rank, for an arm and a step.
 
     Attributes:
-        config: of the model.
-        dtype: of attention.
-        device: where batches go.
+        config: config of the model.
+        dtype: dtype of attention.
+        device: device of the batches.
         ranks, tokens: number of ranks, and tokens of a row.
-        operations_a_token: floating-point operations of a token beside attention, for loaders.
+        operations_a_token: floating-point operations per token outside attention, for loaders.
     """
 
     config: Any
@@ -111,7 +111,7 @@ class Batches:
     operations_a_token: float
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
-        """Operations of documents, forward, as a loader estimates them."""
+        """Estimate the forward operations of documents, as a loader does."""
         width = self.config.num_attention_heads * self.config.head_dim
         attending = sum(
             kind == "full_attention"
@@ -128,7 +128,7 @@ class Batches:
     def share(
         self, arm: Arm, rows: Rows, step: int, rank: int, settings: hf_distca.DistCAConfig
     ) -> tuple[list[tuple[int, int, int]], PackedDocuments]:
-        """Find a rank's runs of tokens: numbers of documents, first positions and lengths."""
+        """Return a rank's runs of tokens, as (document number, first position, length)."""
         lengths = np.concatenate(rows).astype(np.int64)
         if arm.place == "dealt":
             packed = self.dealing(settings).make_share(lengths, (0, step), rank)
@@ -162,7 +162,7 @@ class Batches:
         own = lengths.tolist() if everywhere else [length for *_, length in runs]
         bounds = torch.tensor([0, *accumulate(own)], dtype=torch.int32, device=self.device)
         if self.config.model_type == "gpt_oss" and self.device.type == "cpu":
-            batch["attention_mask"] = dense_masks(bounds, self.config.sliding_window)
+            batch["attention_mask"] = make_dense_masks(bounds, self.config.sliding_window)
         return {
             **batch,
             **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
@@ -171,5 +171,5 @@ class Batches:
 
 
 def count_targets(rows: Rows) -> int:
-    """Tokens that have a next one in their document."""
+    """Count the tokens that have a next token in their document."""
     return sum(length - 1 for row in rows for length in row)

@@ -1,4 +1,4 @@
-"""Seconds of a step of each arm by hf-distca's cost model, before anything has run."""
+"""Predicted seconds of a step of each arm, by hf-distca's cost model, before anything has run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eight_arms import Arm, Rows, half_node, place_documents
+from eight_arms import Arm, Rows, count_half_node, place_documents
 from eight_models import Batches
 from eight_rank import Part
 from hf_distca.kernels import KernelRequest, ScoreOptions
@@ -32,36 +32,35 @@ from simulator.work import (
 )
 
 _CARDS = ("gb200", "b200", "h200", "h100", "a100")
-# Of a data sheet, for the share of it that is reached: dense bf16.
+# Dense bf16 peaks of data sheets, to which achieved rates are compared.
 PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "gb200": 2450e12, "b200": 2250e12}
 
 
-def count(part: Part) -> ModelShape:
-    """Count the weights of a part's model."""
+def count_weights(part: Part) -> ModelShape:
     path = part.out / f"{part.model}.config.json"
     path.write_text(part.config().to_json_string(use_diff=False))
     return count_shape(path)
 
 
-def operations_a_token(shape: ModelShape) -> float:
-    """Floating-point operations of a token beside attention, forward."""
+def count_token_operations(shape: ModelShape) -> float:
+    """Count the forward floating-point operations per token outside attention."""
     active = shape.active if shape.active is not None else shape.layers * shape.dense_parameters
     return 2.0 * (active + shape.hidden * shape.vocabulary)
 
 
-def operations(shape: ModelShape, rows: Rows) -> float:
-    """Operations of a step, forward and backward, without those of checkpointing."""
+def count_operations(shape: ModelShape, rows: Rows) -> float:
+    """Count the operations of a step, forward and backward, without recomputed ones."""
     lengths = np.concatenate(rows)
     pairs = sum(
         layers * float(count_causal_pairs(lengths, lengths, window).sum())
         for window, layers in shape.kinds
     )
     attention = 4.0 * shape.attention_width * pairs
-    return 3.0 * (operations_a_token(shape) * float(lengths.sum()) + attention)
+    return 3.0 * (count_token_operations(shape) * float(lengths.sum()) + attention)
 
 
 def find_card() -> str | None:
-    """Find the name of the GPU among those that are known."""
+    """Find the known name of this machine's GPU."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name().lower()
@@ -69,8 +68,8 @@ def find_card() -> str | None:
 
 
 def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware:
-    """Rates of the card, with the all-to-all's bandwidth as it was measured; of this processor,
-    built-in ones and that of a product of matrices.
+    """Return the rates of the card with the measured bandwidth of the all-to-all; without a GPU,
+    built-in rates and the measured rate of a matrix product.
     """
     if part.device == "cuda":
         widths = (shape.head_dim, shape.head_dim)
@@ -85,7 +84,7 @@ def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware
         found = replace(
             find_hardware("h100"),
             name="this processor",
-            matmul_flops=_product_rate(),
+            matmul_flops=_measure_product_rate(),
             memory_rate=5e9,
             gather_rate=1e9,
             forward=cost.forward,
@@ -97,8 +96,8 @@ def find_rates(part: Part, shape: ModelShape, links: dict[str, Any]) -> Hardware
     return replace(found, node_rate=1e9 * rate) if rate else found
 
 
-def _product_rate() -> float:
-    """Floating-point operations per second of a product of small matrices, on one thread."""
+def _measure_product_rate() -> float:
+    """Measure the floating-point operations per second of a matrix product on one thread."""
     threads, x = torch.get_num_threads(), torch.randn(512, 512)
     torch.set_num_threads(1)
     taken = []
@@ -110,8 +109,8 @@ def _product_rate() -> float:
     return 2 * 512**3 / min(taken)
 
 
-def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatchWork:
-    """Work of a step on all ranks."""
+def _compute_work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatchWork:
+    """Compute the work of a step on all ranks."""
     lengths = np.concatenate(rows).astype(np.int64)
     ranks = setting.ranks
     if arm.attention == "ulysses":
@@ -123,7 +122,7 @@ def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatc
         return disaggregated.compute_placement_work(setting, placed)
     numbers = place_documents(rows, arm.place, batches.tokens, batches.cost)
     if arm.attention == "distca" and arm.settings.get("balance", True):
-        node = half_node(ranks) if arm.place == "placed" else ranks
+        node = count_half_node(ranks) if arm.place == "placed" else ranks
         group = replace(setting, ranks=node)
         groups = [
             np.concatenate([lengths[of_rank] for of_rank in numbers[first : first + node]])
@@ -138,16 +137,16 @@ def _work(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> MicroBatc
 
 
 def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str, Any]:
-    """Predict the mean step of each arm, in seconds; nothing where the cost model has no way."""
-    shape = count(part)
+    """Predict each arm's mean step in seconds; nothing for arms without a cost model."""
+    shape = count_weights(part)
     hardware = find_rates(part, shape, links)
-    batches = part.make_batches(torch.device("cpu"), operations_a_token(shape))
+    batches = part.make_batches(torch.device("cpu"), count_token_operations(shape))
     setting = Setting(
         *(shape, hardware, part.ranks, part.tokens), checkpointing="full", fused=False
     )
 
     def of_arm(arm: Arm) -> dict[str, float]:
-        if arm.attention == "ring":  # it cuts no document, and still gathers all keys
+        if arm.attention == "ring":  # a ring cuts no document here, and still gathers all keys
             return {}
         steps = [_predict_step(setting, arm, rows, batches) for rows in part.rows()]
         return {name: statistics.mean(step[name] for step in steps) for name in steps[0]}
@@ -155,15 +154,15 @@ def predict(part: Part, arms: dict[str, Arm], links: dict[str, Any]) -> dict[str
     return {
         "rates": hardware.name,
         "node_rate": hardware.node_rate,
-        "operations": statistics.mean(operations(shape, rows) for rows in part.rows()),
+        "operations": statistics.mean(count_operations(shape, rows) for rows in part.rows()),
         "weights": shape.parameters,
         "arms": {name: of_arm(arm) for name, arm in arms.items()},
     }
 
 
 def _predict_step(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> dict[str, float]:
-    """Seconds of a step, and of attention on the slowest rank and on the mean one."""
-    work = _work(setting, arm, rows, batches)
+    """Predict the seconds of a step, and of attention on the slowest rank and on average."""
+    work = _compute_work(setting, arm, rows, batches)
     disaggregated = arm.attention == "distca"
     strategy = Strategy(arm.title, arm.title, lambda *_: [Candidate([work])], disaggregated)
     step = predict_step(setting, [np.concatenate(rows).astype(np.int64)], strategy)
@@ -177,7 +176,7 @@ def _predict_step(setting: Setting, arm: Arm, rows: Rows, batches: Batches) -> d
 
 
 def put_predictions(part: Part, links: dict[str, Any], arms: dict[str, Arm]) -> dict[str, Any]:
-    """Read the predictions of a part, or make them, once: those of the first call stand."""
+    """Read the predictions of a part; make them only if there are none from an earlier call."""
     path = part.out / f"predictions--{part.name}.json"
     if not path.exists():
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())

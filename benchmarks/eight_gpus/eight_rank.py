@@ -1,6 +1,4 @@
-"""One rank of a part: a model on a set of lengths, each arm of which is compared before it is
-timed.
-"""
+"""One rank of a part: a model on a set of lengths. Each arm is compared before it is timed."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import hf_distca
-from eight_arms import Arm, Rows, half_node, references, resolve
-from eight_attention import find_packed, name_of
+from eight_arms import Arm, Rows, count_half_node, list_references, resolve
+from eight_attention import find_packed, resolve_name
 from eight_lengths import read_lengths, rows_of_step
 from eight_models import Batches, build, count_targets, read_model
 from gpu_setting import synchronize
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
-LOSS, GRADIENT = 1e-3, 2e-2  # largest relative differences of parity
+LOSS, GRADIENT = 1e-3, 2e-2  # largest relative differences of equal arms
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,8 @@ class Part:
         ranks, device: number of processes, and type of their device.
         tokens, shrink: tokens of a rank in a step; lengths are divided by `shrink`.
         layers: of the model; None for all.
-        tiny: a dry run's model.
-        batches, steps: different steps, and how many of them an arm takes in each turn.
+        tiny: whether the model is that of a dry run.
+        batches, steps: number of different batches, and steps of an arm in each turn.
         out: folder of the figures.
     """
 
@@ -54,7 +52,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name of its file."""
+        """Name of the part's file."""
         return f"{self.model}--{self.lengths}"
 
     @property
@@ -63,42 +61,41 @@ class Part:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def config(self) -> Any:
-        """Read the model's config."""
         return read_model(self.model, tiny=self.tiny, layers=self.layers)
 
     def resolve(self, arm: str) -> Arm:
-        """Find what an arm runs here."""
+        """Return the arm as it runs on this device."""
         return resolve(arm, self.config(), self.ranks, self.device)
 
     def rows(self) -> list[Rows]:
-        """Rows of each step."""
+        """List the rows of each step."""
         lengths = read_lengths(self.lengths, shrink=self.shrink)
         return [
             rows_of_step(lengths, self.ranks, self.tokens, step) for step in range(self.batches)
         ]
 
     def make_batches(self, device: torch.device, operations_a_token: float) -> Batches:
-        """Make what makes batches."""
+        """Make the `Batches` of this part."""
         return Batches(
             self.config(), self.dtype, device, self.ranks, self.tokens, operations_a_token
         )
 
 
-def tiny_settings() -> dict[str, Any]:
-    """Settings with which tiny documents are moved, too: exchanges cost nothing."""
+def make_tiny_settings() -> dict[str, Any]:
+    """Make settings under which even tiny documents move: exchanges cost nothing."""
     cost = CostModel.make_of_pairs(AttentionShape(4, 2, 16, 16, 4))
     return {"tile": 16, "min_gain": 0.0, "cost_model": cost}
 
 
 class Records:
-    """Rows of the arms, which rank 0 keeps in a file as they are found."""
+    """Rows of the arms, which rank 0 writes to a file as they are found."""
 
     def __init__(self, part: Part, rank: int) -> None:
         self.path, self.rank = part.out / f"{part.name}.json", rank
         self.rows: dict[str, dict[str, Any]] = read_rows(self.path)
 
     def begin(self, arm: str, what: str) -> None:
-        """Say which arm runs, for whoever finds that it died."""
+        """Record which arm runs, so that the parent can blame it if the ranks die."""
         if self.rank == 0:
             self.path.with_suffix(".running").write_text(json.dumps([arm, what]))
 
@@ -128,7 +125,7 @@ class Rank:
         self.batches = part.make_batches(self.device, operations_a_token)
         self.trained = build(self.batches.config, self.device, part.dtype)
         self.packed = find_packed(self.batches.config, self.device, part.dtype)
-        # Of a rate of 0: the weights stay those that were compared.
+        # With a rate of 0, the weights stay as compared.
         self.optimizer = torch.optim.AdamW(
             self.trained.parameters(), lr=0.0, weight_decay=0.0, fused=part.device == "cuda"
         )
@@ -137,15 +134,15 @@ class Rank:
         self._made: list[dict[str, Any]] = []
 
     def take(self, arm: str) -> None:
-        """Make an arm's batches, and have the model use its attention."""
+        """Make the batches of an arm, and set the model's attention to it."""
         self.arm = self.part.resolve(arm)
-        small = tiny_settings() if self.part.tiny else {}
+        small = make_tiny_settings() if self.part.tiny else {}
         placed = self.arm.place == "placed"
-        nodes = {"group_size": half_node(self.part.ranks)} if placed else {}
+        nodes = {"group_size": count_half_node(self.part.ranks)} if placed else {}
         config = hf_distca.DistCAConfig(**{**small, **nodes, **self.arm.settings})
         if self.arm.attention == "distca":
             hf_distca.configure(config)
-        name = name_of(self.arm.attention, self.packed)
+        name = resolve_name(self.arm.attention, self.packed)
         self.trained.model.set_attn_implementation(name)
         self._made = [
             self.batches.make(self.arm, rows, step, self.rank, config)
@@ -153,15 +150,15 @@ class Rank:
         ]
 
     def step(self, number: int) -> float:
-        """Train on a step's batch; returns the mean loss of this rank's share, times ranks."""
+        """Train on a step's batch; return the rank's mean loss, times the number of ranks."""
         number %= len(self.rows)
         loss = self.trained(**self._made[number]) / count_targets(self.rows[number])
         (loss * self.part.ranks).backward()  # FSDP takes the mean over ranks
         return float(loss.detach())
 
     def compare(self) -> dict[str, list[float]]:
-        """Loss of each global batch, and the norm of the gradients of queries' and keys' weights,
-        which depend on every document's attention.
+        """Compute the loss of each global batch, and the gradient norm of the q and k projections,
+        which depends on the attention of every document.
         """
         found: dict[str, list[float]] = {"losses": [], "gradients": []}
         for number in range(len(self.rows)):
@@ -180,9 +177,7 @@ class Rank:
         return found
 
     def time(self) -> list[float]:
-        """Seconds of steps with the optimizer's, until all ranks are done; the first does not
-        count.
-        """
+        """Time steps with the optimizer until all ranks are done; the first does not count."""
         taken = []
         for number in range(self.part.steps + 1):
             synchronize(self.device)
@@ -197,7 +192,9 @@ class Rank:
         return taken[1:]
 
     def figures(self) -> dict[str, float]:
-        """Peak memory of the fullest rank in two steps, and what hf-distca logs of them."""
+        """Return the fullest rank's peak memory in two steps, and the figures of
+        hf-distca's log.
+        """
         before, on_gpu = hf_distca.metrics(), self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -214,7 +211,7 @@ class Rank:
         return found
 
     def trace(self, path: Path) -> None:
-        """Write rank 0's trace of a step, of which the other ranks are not told."""
+        """Write rank 0's trace of a step. The other ranks run the step without a profiler."""
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -229,14 +226,14 @@ class Rank:
 
 
 def run_part(rank: int, part: Part, arms: list[str], end: float, operations: float) -> None:
-    """Compare each arm, then time those that passed in both orders, then trace them.
+    """Compare each arm, time the equal ones forwards and backwards, then trace them.
 
     Args:
-        rank: of this process; the group is there.
+        rank: rank of this process, whose process group exists.
         part: what to run.
-        arms: those that can be started and have not failed, in the order of worth.
-        end: wall-clock time after which nothing is begun.
-        operations: floating-point operations of a token beside attention.
+        arms: arms that can be started and have not failed, the most important first.
+        end: wall-clock time after which nothing new begins.
+        operations: floating-point operations per token outside attention.
     """
     runner, records = Rank(part, rank, operations), Records(part, rank)
     for arm in arms:
@@ -244,11 +241,11 @@ def run_part(rank: int, part: Part, arms: list[str], end: float, operations: flo
             continue
         records.begin(arm, "parity")
         runner.take(arm)
-        attention = name_of(runner.arm.attention, runner.packed)
+        attention = resolve_name(runner.arm.attention, runner.packed)
         records.put(arm, attention=attention, **runner.compare())
     right = find_reference(part, records.rows)
     passed = [arm for arm in arms if judge(records, arm, right)]
-    for turn, arm in turns(passed):
+    for turn, arm in iterate_turns(passed):
         done = records.rows[arm].get("seconds", {})
         if turn not in done and has_time(end, runner.device):
             records.begin(arm, f"steps, {turn}")
@@ -263,20 +260,20 @@ def run_part(rank: int, part: Part, arms: list[str], end: float, operations: flo
             records.put(arm, figures=runner.figures(), trace=name)
 
 
-def turns(arms: list[str]) -> Iterator[tuple[str, str]]:
-    """Arms in their order, then backwards."""
+def iterate_turns(arms: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the arms forwards, then backwards."""
     yield from (("forwards", arm) for arm in arms)
     yield from (("backwards", arm) for arm in arms[::-1])
 
 
 def find_reference(part: Part, rows: dict[str, dict[str, Any]]) -> str | None:
-    """Find the arm whose losses are the right ones."""
-    wanted = references(part.config().model_type)
+    """Find the reference arm, whose losses count as correct."""
+    wanted = list_references(part.config().model_type)
     return next((arm for arm in wanted if "losses" in rows.get(arm, {})), None)
 
 
 def judge(records: Records, arm: str, right: str | None) -> bool:
-    """Put how far an arm is off; whether it may be timed."""
+    """Record how far an arm is from the reference; return whether it may be timed."""
     row = records.rows.get(arm, {})
     if "losses" not in row or right is None:
         return False
@@ -292,7 +289,7 @@ def judge(records: Records, arm: str, right: str | None) -> bool:
 
 
 def has_time(end: float, device: torch.device) -> bool:
-    """Whether rank 0 has time left: all ranks have to agree."""
+    """Return whether rank 0 has time left, so that all ranks agree."""
     left = torch.tensor(end - time.time(), device=device, dtype=torch.float32)
     dist.broadcast(left, 0)
     return float(left) > 0

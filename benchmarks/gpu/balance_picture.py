@@ -1,4 +1,4 @@
-"""A picture of attention balanced over ranks, from measured kernel seconds: of each of eight ranks,
+"""A picture of attention balanced over ranks, from measured kernel seconds: each of eight ranks,
 and slowest / mean of several placements.
 
 python benchmarks/gpu/balance_picture.py benchmarks/results --output docs/balance.png
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Name below the bars, folder of the results, placement.
+# Label below the bars, folder of the results, placement.
 PLACEMENTS = (
     ("8 ranks, 128K\nH200", "h200_2026-11-26", "wlbllm_raw_r8_t128k_s0"),
     ("8 ranks, 128K\nH100", "h100_2026-11-27", "wlbllm_raw_r8_t128k_s0"),
@@ -23,8 +23,10 @@ PLACEMENTS = (
 COLOURS = {"without": "#64748b", "balanced as given": "#1d4ed8", "dealt": "#c2410c"}
 
 
-def seconds_of(results: Path, folder: str, placement: str) -> dict[str, np.ndarray]:
-    """Kernel seconds of a layer on each rank, forward and backward, by the way it was shared."""
+def read_seconds(results: Path, folder: str, placement: str) -> dict[str, np.ndarray]:
+    """Read the kernel seconds of each rank for a layer, forward and backward, by the way the work
+    was shared.
+    """
     figures = json.loads((results / folder / "emulator.json").read_text())["placements"]
     rows = {row["placement"]: row for row in figures if row["model"] == "Llama-8B"}
     given, dealt = rows[f"{placement}, as given"], rows[f"{placement}, dealt"]
@@ -43,7 +45,7 @@ def draw(results: Path, output: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.9), width_ratios=(1, 1.15))
-    measured = [seconds_of(results, folder, placement) for _, folder, placement in PLACEMENTS]
+    measured = [read_seconds(results, folder, placement) for _, folder, placement in PLACEMENTS]
     for place, (name, colour) in enumerate(COLOURS.items()):
         seconds = measured[0][name]
         left.bar(np.arange(len(seconds)) + 0.27 * (place - 1), seconds, 0.25, color=colour)
@@ -66,7 +68,7 @@ def draw(results: Path, output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="folder of results")
-    parser.add_argument("--output", type=Path, default=Path("balance.png"), help="picture")
+    parser.add_argument("--output", type=Path, default=Path("balance.png"), help="picture to write")
     arguments = parser.parse_args()
     draw(arguments.results, arguments.output)
     print(arguments.output)

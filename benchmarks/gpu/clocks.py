@@ -19,7 +19,7 @@ _FIELDS = {
 
 
 def read_card() -> dict[str, str]:
-    """Read the card once; empty where there is no nvidia-smi."""
+    """Read the card's state once; return nothing if there is no nvidia-smi."""
     query = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader"]
     try:
         line = subprocess.run(
@@ -32,7 +32,7 @@ def read_card() -> dict[str, str]:
 
 @contextmanager
 def watching_clocks(period: float = 2.0) -> Iterator[list[int]]:
-    """Read the clock of the multiprocessors every few seconds, in MHz; the list fills while the
+    """Record the multiprocessor clock in MHz every `period` seconds, in a list that grows while the
     block runs.
     """
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""A picture of the part "curves": losses of each training, and how far they are from sdpa's.
+"""A picture of the part "curves": losses of each training, and their distance from those of sdpa.
 
 python benchmarks/gpu/curves_picture.py gpu_figures/curves.json --output gpu_figures/curves.png
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def draw(losses: Mapping[str, Sequence[float]], output: Path) -> None:
-    """Draw losses by name of the training; sdpa's are the ones that others are compared with."""
+    """Draw losses by training; the others are compared with those of sdpa."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -39,7 +39,7 @@ def draw(losses: Mapping[str, Sequence[float]], output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("figures", type=Path, help="curves.json of run_all.py")
-    parser.add_argument("--output", type=Path, default=Path("curves.png"), help="picture")
+    parser.add_argument("--output", type=Path, default=Path("curves.png"), help="picture to write")
     arguments = parser.parse_args()
     runs = json.loads(arguments.figures.read_text())["runs"]
     draw({name: run["losses"] for name, run in runs.items()}, arguments.output)

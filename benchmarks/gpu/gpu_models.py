@@ -15,15 +15,15 @@ from gpu_setting import Setting, synchronize
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.kernels import KernelRequest, ScoreOptions
 from hf_distca.kernels.flash import FLASH_ATTN_4
-from models import llama_config
-from processes import in_turns
+from models import make_llama_config
+from processes import order_modes
 
-# transformers takes a name with "flash" in it for one of its own, and looks for a package.
+# transformers would treat a name with "flash" in it as its own, and look for a package.
 PLAIN, PLAIN_4 = "plain_varlen", "plain_varlen_4"
 
 
 class _PlainVarlen(torch.autograd.Function):
-    """Packed causal attention by torch's flash attention, with nothing around it."""
+    """Packed causal attention by torch's flash attention, with no other code around it."""
 
     @staticmethod
     def forward(
@@ -74,10 +74,10 @@ class _PlainVarlen(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def _by_document(
+def _attend_by_document(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: torch.Tensor
 ) -> torch.Tensor:
-    """On the CPU: `sdpa` of each document by itself."""
+    """Compute `sdpa` of each document separately, for the CPU."""
     rows = []
     for a, b in pairwise(cu.tolist()):
         q, k, v = (x[a:b].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
@@ -88,10 +88,8 @@ def _by_document(
     return torch.cat(rows)
 
 
-def _rows(*states_BHLD: torch.Tensor) -> list[torch.Tensor]:
-    """Rows of tokens, in the dtype of autocast: rotary embeddings leave q and k in float32
-    there.
-    """
+def _flatten_rows(*states_BHLD: torch.Tensor) -> list[torch.Tensor]:
+    """Return rows in the dtype of autocast; rotary embeddings leave q and k in float32."""
     device = states_BHLD[0].device.type
     dtype = (
         torch.get_autocast_dtype(device)
@@ -101,12 +99,10 @@ def _rows(*states_BHLD: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2).flatten(0, 1).to(dtype) for x in states_BHLD]
 
 
-def _as_attention_function(
+def _wrap_varlen(
     attend: Callable[..., torch.Tensor],
 ) -> Callable[..., tuple[torch.Tensor, None]]:
-    """An attention function of transformers, as flash attention's is, of one varlen call for a
-    packed row.
-    """
+    """Wrap a varlen call as an attention function of transformers for a packed row."""
 
     def attention(
         module: torch.nn.Module,
@@ -120,13 +116,13 @@ def _as_attention_function(
         max_length_q: int,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        o_THD = attend(*_rows(query, key, value), cu_seq_lens_q, max_length_q, scaling)
+        o_THD = attend(*_flatten_rows(query, key, value), cu_seq_lens_q, max_length_q, scaling)
         return o_THD.unflatten(0, (query.shape[0], -1)), None
 
     return attention
 
 
-@_as_attention_function
+@_wrap_varlen
 def plain_varlen(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -135,14 +131,14 @@ def plain_varlen(
     longest: int,
     scale: float,
 ) -> torch.Tensor:
-    """Torch's own varlen call."""
+    """Call torch's own varlen attention."""
     if q_THD.device.type != "cuda":
-        return _by_document(q_THD, k_TKD, v_TKD, cu)
+        return _attend_by_document(q_THD, k_TKD, v_TKD, cu)
     o_THD: torch.Tensor = _PlainVarlen.apply(q_THD, k_TKD, v_TKD, cu, longest, scale)
     return o_THD
 
 
-@_as_attention_function
+@_wrap_varlen
 def plain_flash_attention_4(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -151,7 +147,7 @@ def plain_flash_attention_4(
     longest: int,
     scale: float,
 ) -> torch.Tensor:
-    """The same by FlashAttention 4's own autograd function."""
+    """Call the autograd function of FlashAttention 4."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     ends = {
@@ -181,12 +177,12 @@ class Pair(NamedTuple):
     plain: str
 
     def use(self) -> None:
-        """Have distca run this kernel from now on."""
+        """Set distca to this kernel."""
         hf_distca.configure(hf_distca.DistCAConfig(kernel=self.kernel))  # type: ignore[arg-type]
 
 
-def pairs(setting: Setting) -> list[Pair]:
-    """The device's kernels that plain attention can be had of."""
+def list_pairs(setting: Setting) -> list[Pair]:
+    """List the device's kernels for which plain attention exists."""
     if setting.device.type != "cuda":
         return [Pair("auto", PLAIN)]
     case = KernelRequest(setting.device, setting.dtype, 128, 128, ScoreOptions(1.0))
@@ -194,26 +190,23 @@ def pairs(setting: Setting) -> list[Pair]:
     return [*fourth, Pair("cuda", PLAIN)]
 
 
-def stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
-    """Layers of Llama-8B's shape, or smaller ones where there is no GPU, in training mode, without
-    a head.
+def make_stack(setting: Setting, layers: int, *, small: bool = False) -> LlamaModel:
+    """Make layers of Llama-8B's shape, or smaller ones without a GPU, in training mode.
 
-    In the dtype that a model trains in there; those that are asked to be small are in float32.
+    Weights have the training dtype of the device; with `small` they are float32.
     """
     little = (128, 4, 2, 256)
     sizes = setting.size(quick=little, cpu=(256, 4, 2, 704), gpu=(4096, 32, 8, 14336))
     hidden, heads, key_heads, wide = little if small else sizes
     torch.manual_seed(0)
     options = {"use_cache": False, "attn_implementation": PLAIN}
-    config = llama_config((hidden, wide, layers), (heads, key_heads), 64, **options)
+    config = make_llama_config((hidden, wide, layers), (heads, key_heads), 64, **options)
     with torch.device(setting.device):
         return LlamaModel(config).to(torch.float32 if small else setting.dtype).train()
 
 
 class Packed:
-    """One row of packed documents as embeddings, with what each attention function reads documents
-    from.
-    """
+    """One row of packed documents as embeddings, and the bounds for each attention function."""
 
     def __init__(
         self, setting: Setting, model: LlamaModel, lengths: list[int], *, embedded: bool = True
@@ -251,21 +244,19 @@ class Packed:
         return self.model(**self.arguments(implementation)).last_hidden_state
 
     def step(self, implementation: str) -> torch.Tensor:
-        """Forward and backward; gradients are left in the parameters. Returns the output."""
+        """Run forward and backward, leave gradients in the parameters, and return the output."""
         out = self.forward(implementation)
         out.backward(self.gradient)
         return out.detach()
 
 
-def step_seconds(
+def time_steps(
     setting: Setting, packed: Packed, names: list[str], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of steps, the implementations taking turns, after a step of each that is not
-    counted.
-    """
+    """Time steps of the implementations in turns, after one uncounted step each; return seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds + 1):
-        for name in in_turns(names, round_):
+        for name in order_modes(names, round_):
             packed.use(name)
             synchronize(setting.device)
             started = time.perf_counter()
@@ -277,9 +268,9 @@ def step_seconds(
     return seconds
 
 
-def documents_of(tokens: int) -> list[int]:
-    """Documents of very unequal lengths, `tokens` together: a half, a quarter and so on, and many
-    short ones.
+def make_documents(tokens: int) -> list[int]:
+    """Return documents of very unequal lengths with `tokens` in all: a half, a quarter and so on,
+    and many short ones.
     """
     lengths, left = [], tokens
     while left > max(tokens // 16, 64):

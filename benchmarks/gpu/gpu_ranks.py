@@ -1,9 +1,9 @@
 """Ranks that share one device: processes that import while another part measures, then work over
 NCCL, or gloo on a CPU.
 
-NCCL refuses two ranks on one card of one host. So each rank says that it is a host of its own
-(`NCCL_HOSTID`), and NCCL's sockets carry the messages: values, streams, aborts and faults are those
-of NCCL, seconds are not those of a real link.
+NCCL refuses two ranks on one card of one host. Therefore each rank claims to be a separate host
+(`NCCL_HOSTID`), and NCCL's sockets carry the messages. Values, streams, aborts and faults are then
+those of NCCL; seconds are not those of a real link.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gpu_setting import Setting
 
-# Called with rank, ranks, the setting and a function that keeps figures; only those of rank 0 are
+# A function of rank, ranks, setting, and a function that records figures; only those of rank 0 are
 # read.
 Work = Callable[[int, int, Setting, Callable[..., None]], None]
 ON_ONE_CARD = {
@@ -36,12 +36,12 @@ ON_ONE_CARD = {
     "NCCL_SHM_DISABLE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
-# Seconds that ranks have to end after one of them failed: as long as a collective may wait.
+# Seconds in which ranks must end after one failed: the timeout of a collective.
 _GRACE = 40.0
 
 
 def find_port() -> int:
-    """Find a port that nobody listens on."""
+    """Find a free port."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -56,7 +56,7 @@ def make_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 class Ranks:
-    """Processes, started when this is made; they wait for `run`."""
+    """Processes that start when this is made, and then wait for `run`."""
 
     def __init__(self, setting: Setting, work: Work, ranks: int) -> None:
         context = get_context("spawn" if setting.device.type == "cuda" else "fork")
@@ -72,9 +72,7 @@ class Ranks:
             process.start()
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Give them their turn, for so many seconds. Returns what rank 0 kept, and what failed or
-        None.
-        """
+        """Let the ranks run for `seconds` at most; return rank 0's records and an error or None."""
         self._seconds.value = seconds
         self._turn.set()
         deadline = time.monotonic() + seconds

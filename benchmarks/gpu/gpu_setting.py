@@ -1,4 +1,4 @@
-"""What the parts share: device and sizes, the time that is left, timing, and where figures go."""
+"""What all parts use: device and sizes, the time left, timing, and the file of figures."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Sized = TypeVar("Sized")
 
 @dataclass
 class Setting:
-    """One part's view of the run.
+    """The settings of one part.
 
     Attributes:
         part: name of the part, and of its file in `out`.
-        device: where it measures.
-        quick: sizes that only show that the part works.
+        device: device of the measurement.
+        quick: whether sizes are so small that they only show that the part works.
         out: folder of the figures.
-        seconds: after so long a part starts nothing new.
-        placements: folder of placements as `hf-distca plan` reads them; None for those that are
-            made up.
-        started: when the part began, by the monotonic clock.
+        seconds: seconds after which the part starts nothing new.
+        placements: folder of placements that `hf-distca plan` reads; None for made-up ones.
+        started: time at which the part began, by the monotonic clock.
     """
 
     part: str
@@ -41,15 +40,15 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What a model trains in there."""
+        """Dtype in which a model trains on this device."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def size(self, *, quick: Sized, cpu: Sized, gpu: Sized) -> Sized:
-        """The one of three sizes that this run has."""
+        """Select the size for this run."""
         return quick if self.quick else gpu if self.device.type == "cuda" else cpu
 
     def put(self, **figures: Any) -> None:
-        """Add figures to the file of the part, so that what is known outlives whatever comes."""
+        """Add figures to the part's file at once, so that they survive a crash."""
         self.figures.update(figures)
         text = json.dumps(
             {"part": self.part, "device": str(self.device), "quick": self.quick, **self.figures},
@@ -60,12 +59,12 @@ class Setting:
         temporary.rename(self.out / f"{self.part}.json")
 
     def left(self) -> float:
-        """Seconds until the part is to start nothing new."""
+        """Return the seconds until the part must start nothing new."""
         return self.started + self.seconds - time.monotonic()
 
-    def time_for(self, what: str, *, gpu: float = 0.0, cpu: float = 0.0) -> bool:
-        """Whether there is time for something that takes about so many seconds there, or little if
-        sizes are quick; if not, its name is kept.
+    def has_time_for(self, what: str, *, gpu: float = 0.0, cpu: float = 0.0) -> bool:
+        """Return whether there is time for `what`, which takes about `gpu` or `cpu` seconds, or
+        little with quick sizes. If not, record its name as left out.
         """
         if self.size(quick=0.0, cpu=cpu, gpu=gpu) < self.left():
             return True
@@ -73,7 +72,7 @@ class Setting:
         return False
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Add a row to a list among the figures."""
+        """Add a row to a list of the figures."""
         self.put(**{name: [*self.figures.get(name, []), row]})
 
 
@@ -82,8 +81,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_once(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Seconds of a call, back to back: between events on the GPU, else by the clock."""
+def time_calls(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Return the mean seconds of successive calls, by events on the GPU, otherwise by the clock."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
@@ -99,18 +98,18 @@ def seconds_once(call: Callable[[], object], device: torch.device, calls: int = 
     return (time.perf_counter() - started) / calls
 
 
-def seconds_of(
+def time_call(
     call: Callable[[], object], device: torch.device, *, repeats: int = 3, least: float = 5e-3
 ) -> float:
-    """Median seconds of a call after two that are not counted; short ones are repeated for `least`
-    seconds.
+    """Return the median seconds of a call, after two calls that are not counted. Short calls repeat
+    for `least` seconds.
     """
     call()
-    calls = max(1, min(50, int(least / max(seconds_once(call, device), 1e-7))))
-    return statistics.median(seconds_once(call, device, calls) for _ in range(repeats))
+    calls = max(1, min(50, int(least / max(time_calls(call, device), 1e-7))))
+    return statistics.median(time_calls(call, device, calls) for _ in range(repeats))
 
 
 def free(device: torch.device) -> None:
-    """Give cached memory back, so that one measurement does not crowd the next."""
+    """Release cached memory, so that one measurement does not leave less for the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from gpu_models import Packed, documents_of
+from gpu_models import Packed, make_documents
 from gpu_setting import Setting
 from hf_distca.agreement.documents import PackedDocuments
-from models import llama_config
+from models import make_llama_config
 
 
 def build(setting: Setting) -> LlamaForCausalLM:
@@ -23,19 +23,19 @@ def build(setting: Setting) -> LlamaForCausalLM:
     )
     vocabulary = setting.size(quick=64, cpu=512, gpu=32768)
     torch.manual_seed(0)
-    config = llama_config((hidden, wide, layers), (heads, 2), vocabulary, use_cache=False)
+    config = make_llama_config((hidden, wide, layers), (heads, 2), vocabulary, use_cache=False)
     with torch.device(setting.device):
         return LlamaForCausalLM(config).train()
 
 
-def batches(
+def make_batches(
     setting: Setting, model: LlamaForCausalLM, tokens: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Rows of documents that repeat phrases of their own, so that there is something to learn."""
+    """Make rows of documents that repeat their own phrases, so that there is something to learn."""
     draw = torch.Generator().manual_seed(0)
     rows = []
     for step in range(steps):
-        lengths = documents_of(tokens)
+        lengths = make_documents(tokens)
         lengths = lengths[step % len(lengths) :] + lengths[: step % len(lengths)]
         phrases = [torch.randint(model.config.vocab_size, (64,), generator=draw) for _ in lengths]
         ids = torch.cat(

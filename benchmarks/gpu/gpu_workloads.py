@@ -1,4 +1,4 @@
-"""What is measured: attention shapes, placements of documents, the batches that servers run for
+"""The measured cases: attention shapes, placements of documents, the batches that servers run for
 them, and kernels.
 """
 
@@ -30,7 +30,8 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
 
-# Backward in forward's floating-point operations (FlashAttention-2, arXiv 2307.08691, section 4.1).
+# Backward's floating-point operations relative to forward (FlashAttention-2, arXiv 2307.08691,
+# section 4.1).
 BACKWARD_FLOPS = 2.5
 
 
@@ -40,8 +41,8 @@ LLAMA = {
 }
 
 
-def shapes(setting: Setting) -> dict[str, AttentionShape]:
-    """Attention of one layer, by model; on a CPU of one small model."""
+def list_shapes(setting: Setting) -> dict[str, AttentionShape]:
+    """Return the attention shape of one layer by model; on a CPU that of one small model."""
     if setting.device.type != "cuda":
         return {"4/2 heads of 64": AttentionShape(4, 2, 64, 64, 4)}
     return LLAMA
@@ -50,14 +51,14 @@ def shapes(setting: Setting) -> dict[str, AttentionShape]:
 Placement = tuple[str, Layout]
 
 
-def skewed(tokens: int) -> Placement:
-    """One document on one rank, eight on another, as many tokens."""
+def place_skewed(tokens: int) -> Placement:
+    """Place one document on one rank and eight on another, with equally many tokens."""
     return f"1 of {tokens}, 8 of {tokens // 8}", Layout.from_lengths([[tokens], [tokens // 8] * 8])
 
 
-def made_up(ranks: int, tokens: int) -> Placement:
-    """Documents of long-tailed lengths, cut where a rank has `tokens` of them: no document is on
-    two ranks.
+def make_placement(ranks: int, tokens: int) -> Placement:
+    """Make documents of long-tailed lengths, cut where a rank has `tokens` tokens, so that no
+    document is on two ranks.
     """
     draw = random.Random(0)
     lengths: list[list[int]] = []
@@ -73,10 +74,10 @@ def made_up(ranks: int, tokens: int) -> Placement:
     return f"made up, {ranks} ranks of {tokens}", Layout.from_lengths(lengths)
 
 
-def placements(
+def iterate_placements(
     setting: Setting, names: Sequence[str], others: Sequence[Placement]
 ) -> Iterator[Placement]:
-    """The named placements that the folder has, then the others."""
+    """Yield the named placements that exist in the folder, then the others."""
     for name in names:
         if (
             setting.placements is not None
@@ -86,10 +87,8 @@ def placements(
     yield from others
 
 
-def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
-    """Plans of a placement: of its documents where they lie, and of the same documents dealt to as
-    many ranks.
-    """
+def iterate_plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
+    """Yield the plans of a placement: for its documents as given, and for dealt ones."""
     config = DistCAConfig()
     yield "as given", balance(layout, cost, config)
     documents, place = np.unique(layout.document, return_inverse=True)
@@ -99,9 +98,7 @@ def plans(layout: Layout, cost: CostModel) -> Iterator[tuple[str, Plan]]:
 
 
 class Batch(NamedTuple):
-    """Tasks that one kernel call runs, and the sizes of their pools, whose rows are of one of so
-    many head groups.
-    """
+    """The tasks of one kernel call, and the rows of its pools, for one of `groups` head groups."""
 
     tasks: TaskBatch
     rows: int
@@ -116,8 +113,8 @@ class Batch(NamedTuple):
         )
 
 
-def batch_of(sizes: Sequence[tuple[int, int]]) -> Batch:
-    """Tasks of (query rows, keys) with pools of their own, one after another."""
+def make_batch(sizes: Sequence[tuple[int, int]]) -> Batch:
+    """Make successive tasks of (query rows, keys) with separate pools."""
     rows, keys = (list(column) for column in zip(*sizes, strict=True))
     starts = [[sum(column[:i]) for i in range(len(column))] for column in (rows, keys)]
     return Batch(
@@ -127,10 +124,8 @@ def batch_of(sizes: Sequence[tuple[int, int]]) -> Batch:
     )
 
 
-def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
-    """What the attention server of a rank runs in one layer: its own tasks, then those that
-    arrive.
-    """
+def list_server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
+    """List the batches of a rank's server in one layer: its own tasks, then arriving ones."""
     route, layout = Route.build(plan, rank), plan.layout
     tokens = int(layout.query_tokens[rank] + layout.context_tokens[rank])
     batches = [Batch(route.local_tasks, int(layout.query_tokens[rank]), tokens)]
@@ -141,9 +136,7 @@ def server_batches(plan: Plan, rank: int, device: torch.device) -> list[Batch]:
 
 
 class Calls:
-    """Forward and backward of batches on pools of random numbers, which are made once for the
-    largest of them.
-    """
+    """Forward and backward of batches on random pools, made once for the largest batch."""
 
     def __init__(self, shape: AttentionShape, setting: Setting, batches: Sequence[Batch]) -> None:
         rows, keys = (
@@ -187,8 +180,8 @@ class Calls:
 
 
 class Variant(NamedTuple):
-    """A kernel, and the implementation of torch's flash attention that it runs in; None for torch's
-    own.
+    """A kernel, and the implementation of torch's flash attention in which it runs; None for
+    torch's default.
     """
 
     kernel: Kernel
@@ -204,7 +197,7 @@ class Variant(NamedTuple):
 
     @contextmanager
     def active(self) -> Iterator[Kernel]:
-        """Inside, torch's flash attention is that implementation."""
+        """Activate this implementation of torch's flash attention inside the block."""
         if self.implementation is None:
             yield self.kernel
             return
@@ -215,8 +208,8 @@ class Variant(NamedTuple):
             attention.restore_flash_attention_impl()
 
 
-def fastest(setting: Setting) -> Variant:
-    """The kernel that `kernel="auto"` takes there, in torch's own implementation."""
+def find_fastest(setting: Setting) -> Variant:
+    """Return the kernel that `kernel="auto"` selects here, in torch's default implementation."""
     return Variant(
         select_kernel(
             "auto", KernelRequest(setting.device, setting.dtype, 128, 128, ScoreOptions(1.0))
@@ -224,12 +217,12 @@ def fastest(setting: Setting) -> Variant:
     )
 
 
-def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator[Variant]:
-    """Every fast kernel of the device that runs, or those of `only`; why the others do not is put
-    among the figures.
+def iterate_variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator[Variant]:
+    """Yield every fast kernel that runs on the device, or those of `only`; record why the others do
+    not run.
 
-    Other implementations of torch's flash attention are tried last, so that nothing of them is left
-    when torch's own is timed.
+    Other implementations of torch's flash attention come last, so that none is active while torch's
+    default is timed.
     """
     if setting.device.type != "cuda":
         yield Variant(CpuKernel())
@@ -249,19 +242,19 @@ def variants(setting: Setting, only: Sequence[Kernel] | None = None) -> Iterator
                 calls = Calls(
                     AttentionShape(2, 1, 128, 128, 2),
                     setting,
-                    [batch := batch_of([(128, 256), (128, 128)])],
+                    [batch := make_batch([(128, 256), (128, 128)])],
                 )
                 calls.backward(kernel, batch, calls.forward(kernel, batch))
                 torch.cuda.synchronize()
-        except Exception as error:  # whatever packages raise that are not there or do not fit
+        except Exception as error:  # missing or unsuitable packages raise anything
             refused[variant.label] = f"{type(error).__name__}: {str(error)[:300]}"
         else:
             yield variant
     setting.put(not_run=refused)
 
 
-def cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostModel:
-    """The cost model that training would begin with."""
+def make_cost_model(setting: Setting, shape: AttentionShape, kernel: Kernel) -> CostModel:
+    """Make the cost model with which training would start."""
     type_ = setting.device.type
     return make_gpu_cost(
         shape, torch.cuda.get_device_name() if type_ == "cuda" else type_, kernel.name

@@ -2,12 +2,11 @@
 each step in another order.
 
 A step has 16K tokens in documents of unequal lengths; weights and AdamW are float32, autocast is
-bfloat16. distca computes one packed row with activation checkpointing. sdpa computes the documents
-of one length as rows of a batch and adds the gradients of its batches, so it needs no mask. In
-exact arithmetic the three curves are the same; how far the third lies from the first is what
-rounding does to a training of that length. Plain varlen attention runs a few steps with
-checkpointing: its memory is compared with distca's. Where time is short, all curves have fewer
-steps.
+bfloat16. distca computes one packed row with activation checkpointing. sdpa computes documents of
+equal length as rows of one batch, without a mask, and adds the gradients of its batches. In exact
+arithmetic the three curves are equal: the distance of the third from the first is the effect of
+rounding on this training. Plain varlen attention runs a few steps with checkpointing, to compare
+its memory with that of distca. If time is short, all curves have fewer steps.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaForCausalLM
 
-from gpu_models import Packed, pairs
+from gpu_models import Packed, list_pairs
 from gpu_setting import Setting, free, synchronize
 from gpu_training import arguments, build
 from part_checkpointing import set_checkpointing
 
 RATE, WARMUP = 3e-4, 20  # largest learning rate, and the steps until it is reached
-FOLLOWED = 0.8  # of words that the word before them tells
+FOLLOWED = 0.8  # share of words that follow from the word before
 
 
 class Batch(NamedTuple):
-    """The tokens of one step as one packed row, and where its documents are in it."""
+    """The tokens of one step as one packed row, and the bounds of its documents."""
 
     row: dict[str, Any]
     documents: list[tuple[int, int]]
 
 
 class Run(NamedTuple):
-    """One training: its attention, the order of documents, and the seconds a step takes."""
+    """One training: its attention, the order of documents, and the expected seconds of a step."""
 
     attention: str
     order: int
@@ -52,8 +51,8 @@ RUNS = {
 
 
 def make_batches(setting: Setting, model: LlamaForCausalLM, steps: int) -> list[Batch]:
-    """Make a document of half the tokens and two of a quarter, in which most words are followed by
-    the same word each time, so that there is something to learn.
+    """Make one document of half the tokens and two of a quarter each. Most words are always
+    followed by the same word, so that there is something to learn.
     """
     tokens = setting.size(quick=128, cpu=512, gpu=16384)
     lengths = [tokens // 2, tokens // 4, tokens // 4]
@@ -65,7 +64,7 @@ def make_batches(setting: Setting, model: LlamaForCausalLM, steps: int) -> list[
     for _ in range(steps):
         ids = torch.randint(words, (tokens,), generator=draw)
         is_follower = torch.rand(tokens, generator=draw) < FOLLOWED
-        # A word of a chain is known when the word before it is; chains are short.
+        # A word of a chain needs the word before it; chains are short.
         for place in is_follower.nonzero()[:, 0].tolist():
             if place:
                 ids[place] = follower[ids[place - 1]]
@@ -77,14 +76,14 @@ def make_batches(setting: Setting, model: LlamaForCausalLM, steps: int) -> list[
 
 
 def list_rows(batch: Batch) -> list[torch.Tensor]:
-    """The documents of a step, those of one length as rows of one batch."""
+    """List the documents of a step; those of equal length are rows of one batch."""
     ids = batch.row["input_ids"][0]
     documents = [ids[begin:end] for begin, end in batch.documents]
     return [documents[0][None], torch.stack(documents[1:])]
 
 
 def run_step(model: LlamaForCausalLM, batch: Batch, run: Run) -> float:
-    """Forward and backward of a step; returns its loss."""
+    """Run forward and backward of a step; return its loss."""
     device = batch.row["input_ids"].device.type
     if run.attention != "sdpa":
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -134,10 +133,10 @@ def train(setting: Setting, batches: list[Batch], run: Run) -> dict[str, Any]:
 
 
 def run(setting: Setting) -> None:
-    """Put each training as it ends, and how far the curves lie apart."""
+    """Record each training as it ends, and the distances between the curves."""
     together = sum(run.seconds for run in RUNS.values())
     steps = setting.size(quick=3, cpu=6, gpu=min(200, int((setting.left() - 15) / together)))
-    pair = pairs(setting)[-1]  # torch's kernel, which sdpa has, too
+    pair = list_pairs(setting)[-1]  # torch's kernel, which sdpa uses as well
     pair.use()
     model = build(setting)
     batches = make_batches(setting, model, steps)
@@ -149,7 +148,7 @@ def run(setting: Setting) -> None:
     free(setting.device)
     runs: dict[str, dict[str, Any]] = {}
     for name, one in RUNS.items():
-        if not setting.time_for(name, gpu=one.seconds * steps / 2):
+        if not setting.has_time_for(name, gpu=one.seconds * steps / 2):
             continue
         runs[name] = train(setting, batches, one)
         setting.put(runs=runs, apart=measure_distances(runs))
@@ -157,9 +156,7 @@ def run(setting: Setting) -> None:
 
 
 def measure_distances(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Relative distance of losses from those of sdpa: median, the largest of all steps, and of the
-    first step.
-    """
+    """Compute relative distances from sdpa's losses: median, largest, and first step."""
     apart = {}
     base = runs.get("sdpa", {"losses": []})["losses"]
     for name, found in runs.items():

@@ -1,8 +1,8 @@
-"""Kernel seconds of every rank of a plan, one rank after another on one device: imbalance before
-and after, measured.
+"""Measured imbalance before and after: kernel seconds of every rank of a plan, one rank after
+another on one device.
 
-Each rank's tasks go to an `AttentionServer` in the calls and pools that its route gives them.
-Messages are not emulated.
+The tasks of each rank go to an `AttentionServer` in the calls and pools of its route. Messages are
+not emulated.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from gpu_setting import Setting, free, synchronize
 from gpu_workloads import (
     Batch,
     Calls,
-    cost_model,
-    fastest,
-    made_up,
-    placements,
-    plans,
-    server_batches,
-    shapes,
-    skewed,
+    find_fastest,
+    iterate_placements,
+    iterate_plans,
+    list_server_batches,
+    list_shapes,
+    make_cost_model,
+    make_placement,
+    place_skewed,
 )
 from hf_distca.kernels import Kernel
 from hf_distca.kernels.base import BackwardInputs, Operands
@@ -34,8 +34,8 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import compute_imbalance
 from hf_distca.schedule.plan import Plan
 
-# The first two take about 5 and 15 s on an H200 for Llama-8B, before and after; the others are run
-# if there is time.
+# The first two take about 5 and 15 s on an H200 for Llama-8B, before and after; the others run if
+# there is time.
 PLACEMENTS = (
     "wlbllm_raw_r8_t128k_s0",
     "wlbllm_raw_r64_t64k_s0",
@@ -48,11 +48,11 @@ PLACEMENTS = (
 )
 
 
-GOAL = 1.05  # of the slowest rank / mean, measured
+GOAL = 1.05  # largest measured slowest / mean
 
 
-def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[float, float]:
-    """Seconds in the kernel, forward and backward, of a server that runs these batches."""
+def time_rank(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[float, float]:
+    """Return the kernel seconds of a server that runs these batches, forward and backward."""
     device = calls.q_THD.device
     outputs = []
     meters = Meter(), Meter()
@@ -74,21 +74,19 @@ def rank_seconds(calls: Calls, kernel: Kernel, batches: list[Batch]) -> tuple[fl
 def emulate(
     setting: Setting, kernel: Kernel, cost: CostModel, plan: Plan, repeats: int
 ) -> dict[str, Any]:
-    """Measured and estimated seconds of every rank under a plan. A figure is the median of rounds
-    over all ranks.
+    """Measure and estimate the seconds of every rank under a plan. Figures are medians over rounds,
+    each of which runs all ranks.
     """
     ranks = range(plan.layout.world_size)
-    batches = [server_batches(plan, rank, setting.device) for rank in ranks]
+    batches = [list_server_batches(plan, rank, setting.device) for rank in ranks]
     calls = Calls(cost.shape, setting, [batch for rank in batches for batch in rank])
     everything = sorted((batch for rank in batches for batch in rank), key=lambda b: -b.pairs)
-    if setting.device.type == "cuda":  # a kernel makes index tensors in its first call for a batch
+    if setting.device.type == "cuda":  # the first call of a batch makes the kernel's index tensors
         for batch in everything:
             calls.forward(kernel, batch)
-    # What is compiled in a first call, backward too, is compiled for each number of heads.
-    rank_seconds(calls, kernel, list({batch.groups: batch for batch in everything}.values()))
-    rounds = [
-        [rank_seconds(calls, kernel, batches[rank]) for rank in ranks] for _ in range(repeats)
-    ]
+    # First calls compile for each number of heads, including backward.
+    time_rank(calls, kernel, list({batch.groups: batch for batch in everything}.values()))
+    rounds = [[time_rank(calls, kernel, batches[rank]) for rank in ranks] for _ in range(repeats)]
     free(setting.device)
     result: dict[str, Any] = {"calls": [len(rank) for rank in batches]}
     estimates = cost.estimate_directions(plan.end - plan.start, plan.end, plan.heads)
@@ -108,7 +106,7 @@ def describe(seconds: np.ndarray) -> dict[str, Any]:
     return {"seconds": seconds.tolist(), "imbalance": uneven, "slowest": slowest}
 
 
-def one_placement(
+def measure_placement(
     setting: Setting,
     kernel: Kernel,
     cost: CostModel,
@@ -117,13 +115,13 @@ def one_placement(
     plan: Plan,
     before: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """A plan beside its documents as they were given, which are measured once."""
+    """Measure a plan and, once for each placement, its documents as given."""
     local = Plan.make_local(layout)
     repeats = setting.size(quick=1, cpu=3, gpu=1)
     work = (
         float(cost.estimate_seconds(local.end - local.start, local.end).sum()) * 2 * (repeats + 0.4)
     )
-    if not setting.time_for(f"{name}, about {work:.0f} s", cpu=work, gpu=work):
+    if not setting.has_time_for(f"{name}, about {work:.0f} s", cpu=work, gpu=work):
         return None
     before = before or emulate(setting, kernel, cost, local, repeats)
     after = emulate(setting, kernel, cost, plan, repeats)
@@ -141,20 +139,24 @@ def one_placement(
 
 
 def run(setting: Setting) -> None:
-    """Put one row a placement and model."""
+    """Record one row per placement and model."""
     torch.manual_seed(0)
-    variant = fastest(setting)
+    variant = find_fastest(setting)
     others = setting.size(
-        quick=[skewed(2048)], cpu=[skewed(16384), made_up(4, 16384)], gpu=[made_up(8, 65536)]
+        quick=[place_skewed(2048)],
+        cpu=[place_skewed(16384), make_placement(4, 16384)],
+        gpu=[make_placement(8, 65536)],
     )
-    known = list(placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others))
-    for label, shape in shapes(setting).items():
-        cost = cost_model(setting, shape, variant.kernel)
+    known = list(
+        iterate_placements(setting, PLACEMENTS if setting.device.type == "cuda" else (), others)
+    )
+    for label, shape in list_shapes(setting).items():
+        cost = make_cost_model(setting, shape, variant.kernel)
         for name, layout in known:
             before = None
-            for way, plan in plans(layout, cost):
+            for way, plan in iterate_plans(layout, cost):
                 with variant.active() as kernel:
-                    row = one_placement(
+                    row = measure_placement(
                         setting, kernel, cost, f"{name}, {way}", layout, plan, before
                     )
                 if row is not None:

@@ -1,5 +1,5 @@
-"""Families of models in bfloat16, packed under distca and alone under transformers' own attention,
-beside float32.
+"""Model families in bfloat16, packed under distca and alone under transformers' own attention,
+compared with float32.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from gpu_setting import Setting
 
 TESTS = Path(__file__).parents[2] / "tests"
-# A family passes with at most so many times the larger error of transformers' own attentions, and
-# this. A router that takes other experts for a token makes a larger error than all roundings: it
-# flips by chance, so that either of them may have it.
+# A family passes if its error is at most TIMES the larger error of transformers' own attentions
+# plus ABOVE. A router that selects other experts for a token makes a larger error than all
+# rounding. It flips by chance under any attention.
 TIMES, ABOVE = 2.0, 5e-3
 
 
-def norms_apart(found: Any, expected: Any) -> dict[str, float]:
-    """Relative errors of logits and of all gradients together."""
+def compare_norms(found: Any, expected: Any) -> dict[str, float]:
+    """Compute the relative errors of the logits and of all gradients together."""
 
     def apart(pairs: list[tuple[torch.Tensor | None, torch.Tensor]]) -> float:
         off = sum(
@@ -37,7 +37,7 @@ def norms_apart(found: Any, expected: Any) -> dict[str, float]:
 
 
 def one_family(setting: Setting, name: str) -> dict[str, Any]:
-    """Errors of distca and of transformers' own attentions in bfloat16."""
+    """Compute the errors of distca and of transformers' own attentions in bfloat16."""
     import compare
     import tiny
 
@@ -53,15 +53,15 @@ def one_family(setting: Setting, name: str) -> dict[str, Any]:
             for module in tiny.build(name, "eager", torch.float32).modules()
             if isinstance(module, PreTrainedModel)
         ]
-        # Models of pictures or sounds inside may have no sdpa where the whole one has.
+        # Inner models for pictures or sounds may lack sdpa even if the outer one has it.
         has_sdpa = all(part._supports_sdpa for part in parts)  # noqa: SLF001
         attentions = ("eager", "sdpa") if has_sdpa else ("eager",)
         expected = outcome("eager", torch.float32, compare.alone)
         plain = {
-            attention: norms_apart(outcome(attention, torch.bfloat16, compare.alone), expected)
+            attention: compare_norms(outcome(attention, torch.bfloat16, compare.alone), expected)
             for attention in attentions
         }
-        ours = norms_apart(outcome("distca", torch.bfloat16, compare.packed), expected)
+        ours = compare_norms(outcome("distca", torch.bfloat16, compare.packed), expected)
     passed = all(
         ours[figure] <= TIMES * max(errors[figure] for errors in plain.values()) + ABOVE
         for figure in ours
@@ -70,26 +70,26 @@ def one_family(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def run(setting: Setting) -> None:
-    """Put one row a family, as many as there is time for."""
+    """Record one row per family, for as many families as there is time for."""
     sys.path[:0] = [str(TESTS), str(TESTS / "models")]
     from hf_distca.integration.families import FAMILIES
 
     names = sorted(name for name, status in FAMILIES.items() if status in ("PROVEN", "PACKED"))
     for name in names[: setting.size(quick=2, cpu=8, gpu=len(names))]:
-        if not setting.time_for(name, cpu=5.0, gpu=2.0):
+        if not setting.has_time_for(name, cpu=5.0, gpu=2.0):
             continue
         try:
             row = one_family(setting, name)
-        except Exception as error:  # one family that fails is a figure as well
+        except Exception as error:  # a family that fails is also a result
             row = {"family": name, "failed": f"{type(error).__name__}: {error}"[:300]}
         setting.add("rows", row)
     judge_all(setting)
 
 
 def judge_all(setting: Setting) -> None:
-    """Put how many families passed; raise if none ran."""
+    """Record how many families passed; raise an error if none ran."""
     rows = setting.figures.get("rows", [])
     setting.put(passed=sum(row.get("passed", False) for row in rows))
-    # A part that ends without an error has shown something.
+    # A part without an error must have shown something.
     if rows and all("failed" in row for row in rows):
-        raise RuntimeError(f"no family ran, the first because of {rows[0]['failed']}")
+        raise RuntimeError(f"no family ran; the first error was: {rows[0]['failed']}")

@@ -1,5 +1,5 @@
-"""A rank that fails in a kernel, lacks memory or is killed, while the other one waits: seconds
-until that one has raised.
+"""A rank that raises in a kernel, runs out of memory or is killed, while the other one waits:
+seconds until the other rank raises.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 import hf_distca
-from gpu_models import Packed, stack
+from gpu_models import Packed, make_stack
 from gpu_ranks import Ranks
 from gpu_setting import Setting, synchronize
 from hf_distca.runtime.call import AttentionServer
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from part_ranks import lengths_of
+from part_ranks import choose_lengths
 
 FAULTS = ("raises", "out of memory", "killed")
 FAILS_AT, LAYERS = 2, 2
 
 
 def fail(setting: Setting, fault: str) -> None:
-    """Make the next call of a kernel on this rank fail."""
+    """Make the next kernel call on this rank fail."""
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -37,20 +37,20 @@ def fail(setting: Setting, fault: str) -> None:
 
 
 class Faulty:
-    """The work of ranks of which rank 1 fails; rank 0 keeps what it raised and when."""
+    """Work in which rank 1 fails; rank 0 records the error that it raised, and when."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
     def __call__(self, rank: int, ranks: int, setting: Setting, keep: Any) -> None:
-        model = stack(setting, LAYERS, small=True).to(torch.bfloat16)
+        model = make_stack(setting, LAYERS, small=True).to(torch.bfloat16)
         heads = model.config.num_attention_heads, model.config.num_key_value_heads
         cost = CostModel.make_of_pairs(
             AttentionShape(*heads, model.config.head_dim, model.config.head_dim, 2)
         )
         hf_distca.configure(hf_distca.DistCAConfig(cost_model=cost, tile=32, timeout_seconds=30.0))
         packed = Packed(
-            setting, model, lengths_of(rank, setting.size(quick=256, cpu=512, gpu=2048))
+            setting, model, choose_lengths(rank, setting.size(quick=256, cpu=512, gpu=2048))
         )
         packed.use("distca")
         began = time.monotonic()
@@ -68,19 +68,19 @@ class Faulty:
             keep(
                 raised=type(error).__name__, said=str(error)[:500], seconds=time.monotonic() - began
             )
-            os._exit(0)  # the process group cannot be taken down in order any more
+            os._exit(0)  # the process group can no longer be destroyed cleanly
 
 
 def prepare(setting: Setting) -> dict[str, Ranks]:
-    """Start the ranks of the first fault, which import what they need meanwhile."""
+    """Start the ranks of the first fault, so that they import in the meantime."""
     return {FAULTS[0]: Ranks(setting, Faulty(FAULTS[0]), 2)}
 
 
 def run(setting: Setting, started: dict[str, Ranks]) -> None:
-    """Put what the rank that waited raised, and after how many seconds, by fault."""
+    """Record the error of the waiting rank, and the seconds until it was raised, by fault."""
     found: dict[str, Any] = {}
     for fault in FAULTS:
-        if not setting.time_for(fault, cpu=15.0, gpu=20.0):
+        if not setting.has_time_for(fault, cpu=15.0, gpu=20.0):
             continue
         ranks = started.get(fault) or Ranks(setting, Faulty(fault), 2)
         found[fault] = {

@@ -1,7 +1,8 @@
-"""README's own script in bfloat16, its documents dealt to two ranks of one card over NCCL, beside
-one process with as many tokens, under distca and under `sdpa`.
+"""The README's script in bfloat16: documents dealt to two ranks of one card over NCCL, compared
+with one process that has as many tokens, under distca and under `sdpa`.
 
-Model, tokenizer and texts are made up; only sizes of the script are changed, and losses are kept.
+Model, tokenizer and texts are made up. Only the sizes of the script change, and its losses are
+recorded.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from gpu_ranks import find_port, make_environment
 from gpu_setting import Setting
-from models import llama_config
+from models import make_llama_config
 
 README = Path(__file__).parents[2] / "README.md"
-# bfloat16 keeps 8 bits; losses of right runs differ by less over ten steps.
+# bfloat16 has a precision of 8 bits; losses of correct runs differ by less over ten steps.
 BOUND = 4e-3
 KEEP = """
 import json, os
@@ -41,7 +42,7 @@ if dist.is_initialized():
 def write_inputs(setting: Setting, folder: Path) -> None:
     """Write a model, a tokenizer of words, and texts of very unequal lengths."""
     words, hidden, layers = setting.size(quick=(64, 64, 1), cpu=(512, 64, 2), gpu=(8192, 1024, 8))
-    config = llama_config((hidden, 3 * hidden, layers), (8, 2), words)
+    config = make_llama_config((hidden, 3 * hidden, layers), (8, 2), words)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     known = models.WordLevel({str(word): word for word in range(words)}, unk_token="0")
@@ -61,7 +62,7 @@ def write_inputs(setting: Setting, folder: Path) -> None:
 
 
 def write_script(setting: Setting, tokens: int, attention: str, path: Path) -> None:
-    """Write the first Python block of README with small sizes, and what keeps its losses."""
+    """Write the first Python block of the README with small sizes, and code to record losses."""
     found = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     script, steps = found[1], setting.size(quick=2, cpu=4, gpu=10)
@@ -74,13 +75,13 @@ def write_script(setting: Setting, tokens: int, attention: str, path: Path) -> N
         ('"distca")', f'"{attention}")'),
     ):
         if before not in script:
-            raise ValueError(f"README's first script has no {before!r} any more.")
+            raise ValueError(f"the README's first script no longer has {before!r}.")
         script = script.replace(before, after)
     path.write_text(script + KEEP)
 
 
 def train(path: Path, ranks: int, seconds: float) -> dict[str, Any]:
-    """Run a script on ranks of one device; returns its losses, or how it ended."""
+    """Run a script on ranks of one device; return its losses, or its error."""
     losses = path.with_suffix(".json")
     port, started = find_port(), []
     for rank in range(ranks):
@@ -104,7 +105,7 @@ def train(path: Path, ranks: int, seconds: float) -> dict[str, Any]:
 
 
 def run(setting: Setting) -> None:
-    """Put the losses of each case, and how far the dealt ones are from the others."""
+    """Record the losses of each case, and how far the dealt ones are from the others."""
     tokens = setting.size(quick=48, cpu=128, gpu=8192)
     cases: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -114,7 +115,7 @@ def run(setting: Setting) -> None:
             ("one process", 1, "distca"),
             ("one process, sdpa", 1, "sdpa"),
         ):
-            if not setting.time_for(case, cpu=20.0, gpu=20.0):
+            if not setting.has_time_for(case, cpu=20.0, gpu=20.0):
                 continue
             path = Path(name) / f"{len(cases)}.py"
             write_script(setting, tokens * (3 - ranks), attention, path)

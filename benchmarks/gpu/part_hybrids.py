@@ -1,8 +1,8 @@
-"""Hybrids in bfloat16, packed under distca with the kernels of fla and mamba-ssm, beside float32
-without these packages.
+"""Hybrids in bfloat16, packed under distca with the kernels of fla and mamba-ssm, compared with
+float32 without these packages.
 
-Both are found when modeling modules are imported: what runs without them does so in a process of
-its own. Of mamba-ssm only what Triton compiles is needed, as its sources install it with
+Modeling modules look for both packages when they are imported, so runs without the packages have
+separate processes. Of mamba-ssm, only what Triton compiles is needed: its sources install that with
 `MAMBA_SKIP_CUDA_BUILD=TRUE`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpu_setting import Setting
-from part_families import ABOVE, TESTS, TIMES, judge_all, norms_apart
+from part_families import ABOVE, TESTS, TIMES, compare_norms, judge_all
 
 PACKAGES = ("fla", "mamba_ssm")
 
@@ -29,8 +29,8 @@ def hide_packages() -> None:
 
 
 def show_packages() -> None:
-    """Let mamba-ssm be imported without the parts that need a build of it, and let kernels take the
-    first of their settings: compiling each of them takes minutes a family.
+    """Make mamba-ssm importable without a build of its CUDA parts, and limit kernels to their first
+    setting: compiling all settings takes minutes for each family.
     """
     try:
         autotuner = importlib.import_module("triton.runtime.autotuner")
@@ -40,7 +40,7 @@ def show_packages() -> None:
     sys.modules["selective_scan_cuda"] = ModuleType("selective_scan_cuda")
     try:
         scans = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-    except Exception:  # what it imports for other models can fail in any way; families say so
+    except Exception:  # its imports for other models can fail in any way; rows of families show it
         return
     del scans.mamba_split_conv1d_scan_combined
 
@@ -48,7 +48,7 @@ def show_packages() -> None:
 def compute(
     model_type: str, implementation: str, dtype: torch.dtype, how: str, device: torch.device
 ) -> tuple[Any, list[str]]:
-    """Return logits and gradients, and the functions that were of a package."""
+    """Compute logits and gradients; list the functions that come from a package."""
     sys.path[:0] = [str(TESTS), str(TESTS / "models")]
     import compare
     import tiny
@@ -74,12 +74,12 @@ def compute(
     return result, functions
 
 
-# Kernels are compiled one after another in a process: several processes use the host's cores.
+# Each process compiles one kernel after another, so several processes use the host's cores.
 PROCESSES = 6
 
 
 def run(setting: Setting) -> None:
-    """Put one row a family."""
+    """Record one row per family."""
     from hf_distca.hybrids.recurrent_layers import RECURRENT_MODULES
 
     context, count = get_context("spawn"), setting.size(quick=1, cpu=1, gpu=PROCESSES)
@@ -105,7 +105,7 @@ def run(setting: Setting) -> None:
             except TimeoutError:
                 setting.put(left_out=[*setting.figures.get("left_out", []), name])
                 continue
-            except Exception as error:  # one family that fails is a figure as well
+            except Exception as error:  # a family that fails is also a result
                 row: dict[str, Any] = {"failed": f"{type(error).__name__}: {error}"[:300]}
             else:
                 row = judge(*outcomes)
@@ -119,10 +119,10 @@ Outcome = tuple[Any, list[str]]
 
 
 def judge(found: Outcome, expected: Outcome, plain: Outcome) -> dict[str, Any]:
-    """How far distca and eager attention are from float32."""
+    """Compute how far distca and eager attention are from float32."""
     row = {
-        "distca": norms_apart(found[0], expected[0]),
-        "eager": norms_apart(plain[0], expected[0]),
+        "distca": compare_norms(found[0], expected[0]),
+        "eager": compare_norms(plain[0], expected[0]),
     }
     passed = all(
         row["distca"][figure] <= TIMES * row["eager"][figure] + ABOVE for figure in row["eager"]

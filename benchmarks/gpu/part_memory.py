@@ -1,9 +1,9 @@
-"""Peak bytes of a step at 64K tokens: distca beside plain varlen attention and beside what the
-simulator counts.
+"""Peak bytes of a step at 64K tokens: distca compared with plain varlen attention and with the
+simulator.
 
-Two layers of Llama-8B's shape with a head of 32,768 words, weights in the model's dtype, no
-optimizer. The simulator counts gradients in float32, and an optimizer: gradients count here as they
-are, in the weights' dtype, without the optimizer.
+The model has two layers of Llama-8B's shape, a head of 32,768 words, weights in the model's dtype,
+and no optimizer. The simulator counts float32 gradients and an optimizer; here its gradients are
+scaled to the dtype of the weights, and the optimizer is left out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from call_memory import LiveBytes
-from gpu_models import documents_of, pairs
+from gpu_models import list_pairs, make_documents
 from gpu_setting import Setting, free
-from gpu_training import arguments, batches
-from models import llama_config
+from gpu_training import arguments, make_batches
+from models import make_llama_config
 from part_checkpointing import set_checkpointing
 from simulator.hardware import find_hardware
 from simulator.memory import find_fullest_moment
@@ -28,7 +28,7 @@ from simulator.setting import Setting as Simulated
 LAYERS = 2
 
 
-def shape_of(setting: Setting) -> ModelShape:
+def make_shape(setting: Setting) -> ModelShape:
     sizes = setting.size(
         quick=(128, 4, 2, 32, 256, 64),
         cpu=(256, 4, 2, 64, 704, 512),
@@ -40,7 +40,7 @@ def shape_of(setting: Setting) -> ModelShape:
 
 def build(setting: Setting, shape: ModelShape) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = llama_config(
+    config = make_llama_config(
         (shape.hidden, shape.feed_forward, shape.layers),
         (shape.query_heads, shape.key_value_heads),
         shape.vocabulary,
@@ -51,10 +51,10 @@ def build(setting: Setting, shape: ModelShape) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).to(setting.dtype).train()
 
 
-def peak_bytes(
+def measure_peak_bytes(
     setting: Setting, model: LlamaForCausalLM, row: dict[str, Any], name: str
 ) -> dict[str, int]:
-    """Bytes after forward and at most, weights included. The second of two steps is counted."""
+    """Return the bytes after forward and at the peak of the second step, weights included."""
     model.set_attn_implementation(name)
     model(**arguments(row, name)).loss.backward()
     model.zero_grad(set_to_none=True)
@@ -80,14 +80,14 @@ def peak_bytes(
     return {"kept_after_forward": kept, "peak": peak}
 
 
-def simulated(
+def simulate_terms(
     setting: Setting, shape: ModelShape, tokens: int, checkpointing: bool
 ) -> dict[str, float]:
-    """The simulator's fullest moment, by term."""
+    """Return the terms of the simulator's fullest moment."""
     hardware = replace(find_hardware("h100"), element_bytes=setting.dtype.itemsize)
     case = Simulated(shape, hardware, 1, tokens, sharding="ddp", fused=False)
     kept = "selective" if checkpointing else "none"
-    case = replace(case, checkpointing=kept, loss_tokens=None)  # as transformers' own loss
+    case = replace(case, checkpointing=kept, loss_tokens=None)  # as in the loss of transformers
     memory = find_fullest_moment(case, tokens)
     terms = {name: float(getattr(memory, name)) for name in memory.__dataclass_fields__}
     terms["gradients"] *= setting.dtype.itemsize / 4
@@ -96,15 +96,15 @@ def simulated(
 
 
 def run(setting: Setting) -> None:
-    """Put one row a way of checkpointing."""
+    """Record one row per way of checkpointing."""
     tokens = setting.size(quick=512, cpu=4096, gpu=65536)
-    shape = shape_of(setting)
+    shape = make_shape(setting)
     model = build(setting, shape)
-    (row_of_documents,) = batches(setting, model, tokens, 1)
-    pair = pairs(setting)[0]
+    (row_of_documents,) = make_batches(setting, model, tokens, 1)
+    pair = list_pairs(setting)[0]
     pair.use()
     for checkpointing in (True, False):
-        if not setting.time_for(f"checkpointing {checkpointing}", cpu=10.0, gpu=6.0):
+        if not setting.has_time_for(f"checkpointing {checkpointing}", cpu=10.0, gpu=6.0):
             continue
         set_checkpointing(model, checkpointing)
         row: dict[str, Any] = {
@@ -112,13 +112,13 @@ def run(setting: Setting) -> None:
             "layers": LAYERS,
             "checkpointing": checkpointing,
             "kernel": pair.kernel,
-            "documents": documents_of(tokens),
-            "simulated": simulated(setting, shape, tokens, checkpointing),
+            "documents": make_documents(tokens),
+            "simulated": simulate_terms(setting, shape, tokens, checkpointing),
             "plain": pair.plain,
         }
         try:
             for name in ("distca", pair.plain):
-                row[name] = peak_bytes(setting, model, row_of_documents, name)
+                row[name] = measure_peak_bytes(setting, model, row_of_documents, name)
             row["peak_ratio"] = row["distca"]["peak"] / row[pair.plain]["peak"]
             row["simulated_ratio"] = row["simulated"]["total"] / row["distca"]["peak"]
         except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
-"""Every fast kernel of the device against float32: outputs, log-sum-exps and gradients.
+"""Every fast kernel of the device compared with float32: outputs, log-sum-exps and gradients.
 
-On a GPU the tests of the kernels run too, which compare with float64 and with `sdpa` in the same
-dtype.
+On a GPU, this also runs the tests of the kernels, which compare with float64 and with `sdpa` in the
+same dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpu_setting import Setting, free
-from gpu_workloads import Batch, Variant, batch_of, variants
+from gpu_workloads import Batch, Variant, iterate_variants, make_batch
 from hf_distca.kernels import Kernel, ScoreOptions, TaskBatch
 from hf_distca.kernels.base import BackwardInputs, KernelRequest, Operands
 from hf_distca.kernels.efficient import EFFICIENT
@@ -39,8 +39,7 @@ SCORES = {
     "softcap": ScoreOptions(1.0, softcap=2.0),
     "window and softcap": ScoreOptions(1.0, window=300, softcap=2.0),
 }
-# Heads, width, and what its layers ask for: shapes of models that ask for more than plain attention
-# does.
+# Heads, width and score options of models that need more than plain attention.
 MODELS = {
     "gpt-oss": ((64, 8, 64), ScoreOptions(64**-0.5, window=128)),
     "Gemma 3": ((8, 4, 256), ScoreOptions(256**-0.5, window=1024)),
@@ -49,37 +48,35 @@ MODELS = {
     "512 wide": ((8, 4, 512), ScoreOptions(512**-0.5)),
     "512 wide, window": ((8, 4, 512), ScoreOptions(512**-0.5, window=1000)),
 }
-# A compile of FlashAttention 4, which a new case may need.
+# Seconds to compile FlashAttention 4, which a new case may need.
 COMPILE_SECONDS = 25.0
-# Relative errors (norms) are to stay below so many units in the last place of the dtype.
+# Largest relative error (norms), in units of the last place of the dtype.
 UNITS = 2.0
 
 
-def batches(quick: bool) -> dict[str, Batch]:
-    """Whole documents, slices with keys of their own, and slices of one document that share its
-    keys.
-    """
+def make_batches(quick: bool) -> dict[str, Batch]:
+    """Make whole documents, slices with separate keys, and slices that share keys."""
     n = 1 if quick else 4
     shared = TaskBatch(
         (0, 128 * n, 384 * n), (128 * n, 256 * n, 77 * n), (0, 0, 0), (128 * n, 384 * n, 461 * n)
     )
     return {
-        "documents": batch_of([(333 * n, 333 * n), (1, 1), (128 * n, 128 * n), (77, 77)]),
-        "slices": batch_of([(128, 500 * n), (64 * n, 700 * n), (1, 90)]),
+        "documents": make_batch([(333 * n, 333 * n), (1, 1), (128 * n, 128 * n), (77, 77)]),
+        "slices": make_batch([(128, 500 * n), (64 * n, 700 * n), (1, 90)]),
         "shared keys": Batch(shared, 461 * n, 461 * n),
     }
 
 
-def random_pools(
+def make_random_pools(
     batch: Batch, heads: tuple[int, int, int], like: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
+    """Make random q, k, v and gradient of the output."""
     query, key, width = heads
     sizes = ((batch.rows, query), (batch.keys, key), (batch.keys, key), (batch.rows, query))
     return [torch.randn(*size, width, **like) for size in sizes]
 
 
-def results(
+def compute_results(
     kernel: Kernel, pools: list[torch.Tensor], tasks: TaskBatch, scores: ScoreOptions
 ) -> dict[str, torch.Tensor]:
     q_THD, k_TKD, v_TKV, do_THV = pools
@@ -90,11 +87,11 @@ def results(
     return {"o": o_THV, "lse": lse_TH, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
-def with_sinks(
+def compute_with_sinks(
     kernel: Kernel, pools: list[torch.Tensor], sink_H: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The same through a call of core attention on one rank, whose tokens are one document, with
-    attention sinks.
+    """Compute the same results with attention sinks, by a call of core attention on one rank whose
+    tokens are one document.
     """
     *leaves, sink_H = (x.detach().clone().requires_grad_() for x in (*pools[:3], sink_H))
     route = Route.build(Plan.make_local(Layout.from_lengths([[len(leaves[0])]])), 0)
@@ -106,7 +103,7 @@ def with_sinks(
     return {"o": o_THV.detach(), **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def compute_relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(
         (found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30)
     )
@@ -115,7 +112,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def compare(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, Any]:
-    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    errors = {name: compute_relative_error(found[name], expected[name]) for name in expected}
     bound = UNITS * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
     return {
         "errors": errors,
@@ -124,7 +121,7 @@ def compare(
     }
 
 
-def one_case(
+def check_case(
     variant: Variant, kernel: Kernel, setting: Setting, case: tuple[Any, ...]
 ) -> dict[str, Any]:
     dtype, heads, name, scores = case
@@ -141,65 +138,69 @@ def one_case(
     if reason is not None:
         return {**row, "unsupported": reason}
     try:
-        for label, batch in batches(setting.quick).items():
-            pools = random_pools(batch, heads, {"dtype": dtype, "device": setting.device})
+        for label, batch in make_batches(setting.quick).items():
+            pools = make_random_pools(batch, heads, {"dtype": dtype, "device": setting.device})
             wide = [x.float() for x in pools]
-            expected = results(ReferenceKernel(), wide, batch.tasks, scores)
+            expected = compute_results(ReferenceKernel(), wide, batch.tasks, scores)
             row["batches"][label] = compare(
-                results(kernel, pools, batch.tasks, scores), expected, dtype
+                compute_results(kernel, pools, batch.tasks, scores), expected, dtype
             )
         if name in ("plain", "gpt-oss"):
-            pools = random_pools(
-                batch_of([(200, 200)]), heads, {"dtype": dtype, "device": setting.device}
+            pools = make_random_pools(
+                make_batch([(200, 200)]), heads, {"dtype": dtype, "device": setting.device}
             )
             sink_H = torch.randn(heads[0], dtype=dtype, device=setting.device)
-            exact = with_sinks(ReferenceKernel(), [x.float() for x in pools], sink_H.float())
-            row["batches"]["sinks"] = compare(with_sinks(kernel, pools, sink_H), exact, dtype)
-    except Exception as error:  # one case that fails is a figure as well
+            exact = compute_with_sinks(
+                ReferenceKernel(), [x.float() for x in pools], sink_H.float()
+            )
+            row["batches"]["sinks"] = compare(
+                compute_with_sinks(kernel, pools, sink_H), exact, dtype
+            )
+    except Exception as error:  # a case that fails is also a result
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     return row
 
 
-def models(setting: Setting) -> list[dict[str, Any]]:
-    """Shapes of models, each in every kernel that takes them; a window with sinks is that of
+def check_models(setting: Setting) -> list[dict[str, Any]]:
+    """Compare shapes of models in every kernel that supports them; a window with sinks is that of
     gpt-oss.
     """
     rows = []
-    for variant in variants(
+    for variant in iterate_variants(
         setting, (CUDA, EFFICIENT, FLASH_ATTN_4) if setting.device.type == "cuda" else None
     ):
         for name, (heads, scores) in MODELS.items():
             compiles = COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4)
-            if setting.time_for(f"{variant.label} {name}", cpu=5.0, gpu=1.0 + compiles):
+            if setting.has_time_for(f"{variant.label} {name}", cpu=5.0, gpu=1.0 + compiles):
                 case = (setting.dtype, heads, name, scores)
                 with variant.active() as kernel:
-                    rows.append(one_case(variant, kernel, setting, case))
+                    rows.append(check_case(variant, kernel, setting, case))
     return rows
 
 
 def run(setting: Setting) -> None:
-    """Put shapes of models, then a list of cases, how many passed, and the end of the tests'
-    output.
+    """Record shapes of models, then a list of cases, the number that passed, and the end of the
+    tests' output.
     """
     torch.manual_seed(0)
     if not setting.quick:
-        setting.put(models=models(setting))
+        setting.put(models=check_models(setting))
     gpu = setting.device.type == "cuda"
     dtypes = (torch.bfloat16, torch.float16) if gpu else (torch.float32, torch.bfloat16)
     widths = setting.size(quick=(64,), cpu=(64, 128), gpu=(64, 96, 128, 256, 512))
     counts = setting.size(quick=((4, 2),), cpu=((4, 2),), gpu=((32, 8), (8, 8)))
     cases: list[dict[str, Any]] = []
     torch.manual_seed(0)
-    for variant in variants(setting):
+    for variant in iterate_variants(setting):
         for dtype, width, heads, name in itertools.product(dtypes, widths, counts, SCORES):
             scores = replace(SCORES[name], scale=width**-0.5)
             compiles = COMPILE_SECONDS * (variant.kernel is FLASH_ATTN_4)
             label = f"{variant.label} {dtype} {width} {heads} {name}"
-            if not setting.time_for(label, gpu=compiles):
+            if not setting.has_time_for(label, gpu=compiles):
                 continue
             case = (dtype, (*heads, width), name, scores)
             with variant.active() as kernel:
-                cases.append(one_case(variant, kernel, setting, case))
+                cases.append(check_case(variant, kernel, setting, case))
         free(setting.device)
         setting.put(cases=cases)
     rows = [row for row in cases if "unsupported" not in row]
@@ -209,14 +210,12 @@ def run(setting: Setting) -> None:
         if "failed" not in row and all(b["passed"] for b in row["batches"].values())
     ]
     setting.put(cases=cases, compared=len(rows), passed=len(good))
-    if gpu and setting.time_for("tests/kernels/test_cuda_kernels.py", gpu=20.0):
+    if gpu and setting.has_time_for("tests/kernels/test_cuda_kernels.py", gpu=20.0):
         setting.put(pytest=run_tests(setting.started + setting.seconds - time.monotonic()))
 
 
 def run_tests(seconds: float) -> dict[str, Any]:
-    """The package's own tests of the kernels, with the project's settings of pytest left aside:
-    versions may differ.
-    """
+    """Run the tests of the kernels without pytest's settings, because versions may differ."""
     options = "-m pytest -q --maxfail=5 -p no:cacheprovider -c /dev/null --rootdir"
     command = [sys.executable, *options.split(), str(TESTS.parents[2]), str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

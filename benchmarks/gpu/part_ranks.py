@@ -1,7 +1,7 @@
-"""Several ranks on one device, in processes of their own over NCCL (gloo on a CPU): outputs and
-gradients beside `sdpa`.
+"""Several ranks on one device, as processes over NCCL (gloo on a CPU): outputs and gradients
+compared with `sdpa`.
 
-For the correctness of streams and lifetimes, not for speed: sockets carry the messages.
+This checks streams and lifetimes, not speed: sockets carry the messages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import hf_distca
-from gpu_models import Packed, stack
+from gpu_models import Packed, make_stack
 from gpu_ranks import Ranks
-from gpu_setting import Setting, seconds_of
+from gpu_setting import Setting, time_call
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
@@ -25,24 +25,23 @@ from hf_distca.runtime.monitor import FailureMonitor
 from hf_distca.schedule.cost import AttentionShape, CostModel
 
 LAYERS, STEPS, TIMEOUT = 2, 3, 60.0
-# Whole layers, and in halves. Exchanges cost nothing in the cost model, so that small documents
-# move, too.
+# Exchanges cost nothing in the cost model, so that small documents move as well.
 MODES: dict[str, dict[str, Any]] = {"balanced": {}, "ping-pong": {"ping_pong": True}}
-# Norm of the difference over norm: in float32 to sdpa; in half precision to float32, beside the
-# error of sdpa in that dtype.
+# Largest norm of the difference / norm: float32 relative to sdpa; half precision relative to
+# float32, divided by the error of sdpa in that dtype.
 WIDE_BOUND, HALF_BOUND = 1e-4, 2.0
 
 
-def lengths_of(rank: int, tokens: int) -> list[int]:
-    """One long document on rank 0, short ones of odd lengths elsewhere."""
+def choose_lengths(rank: int, tokens: int) -> list[int]:
+    """Return one long document on rank 0, short ones of odd lengths on other ranks."""
     if rank == 0:
         return [tokens]
     short = tokens // 8 - rank
     return [short] * 8 + [tokens - 8 * short]
 
 
-def computed(packed: Packed, implementation: str) -> dict[str, torch.Tensor]:
-    """Output of a step and every gradient of it, in float32."""
+def compute_step(packed: Packed, implementation: str) -> dict[str, torch.Tensor]:
+    """Run a step; return its output and all gradients in float32."""
     packed.embeddings = packed.embeddings.detach().requires_grad_()
     packed.use(implementation)
     out = packed.step(implementation).float()
@@ -56,12 +55,13 @@ def computed(packed: Packed, implementation: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative errors of the output and of the gradient that is furthest off."""
+def find_worst(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Compute the relative errors of the output and of the worst gradient."""
     if found.keys() != expected.keys():
         raise RuntimeError(
-            f"gradients of {sorted(found.keys() ^ expected.keys())} are there for one attention"
-            " only"
+            f"gradients of {sorted(found.keys() ^ expected.keys())} exist only for one attention"
         )
     errors = {
         name: float((found[name] - expected[name]).norm() / expected[name].norm())
@@ -70,16 +70,16 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return {"output": errors.pop("output"), "gradients": max(errors.values())}
 
 
-def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
-    """Errors of sdpa and of every mode on this rank."""
-    model = stack(setting, LAYERS, small=True).to(dtype)
+def measure_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    """Compute the errors of sdpa and of every mode on this rank."""
+    model = make_stack(setting, LAYERS, small=True).to(dtype)
     torch.manual_seed(rank)
-    packed = Packed(setting, model, lengths_of(rank, tokens))
+    packed = Packed(setting, model, choose_lengths(rank, tokens))
     exact = copy.copy(packed)
     exact.model = copy.deepcopy(model).float()
     exact.embeddings, exact.gradient = packed.embeddings.float(), packed.gradient.float()
-    expected = computed(exact, "sdpa")
-    result: dict[str, Any] = {"sdpa": worst(computed(packed, "sdpa"), expected)}
+    expected = compute_step(exact, "sdpa")
+    result: dict[str, Any] = {"sdpa": find_worst(compute_step(packed, "sdpa"), expected)}
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     cost = CostModel.make_of_pairs(
         AttentionShape(*heads, model.config.head_dim, model.config.head_dim, dtype.itemsize)
@@ -90,8 +90,8 @@ def one_dtype(setting: Setting, rank: int, dtype: torch.dtype, tokens: int) -> d
         )
         errors = []
         for _ in range(STEPS):
-            errors.append(worst(computed(packed, "distca"), expected))
-            # Memory that the step gave back is written over: what still reads it would show.
+            errors.append(find_worst(compute_step(packed, "distca"), expected))
+            # Overwrite the memory that the step released: a late read of it would show.
             churn = [torch.full((2**20,), float("nan"), device=setting.device) for _ in range(8)]
             del churn
         meter = current_session().meter
@@ -116,15 +116,15 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
     result = {}
     for dtype in (torch.float32, torch.bfloat16):
         rows: list[Any] = [None] * ranks
-        dist.all_gather_object(rows, one_dtype(setting, rank, dtype, tokens))
+        dist.all_gather_object(rows, measure_dtype(setting, rank, dtype, tokens))
         result[str(dtype)] = rows
         keep(dtypes=result)
     dist.barrier()
 
 
-def world_of_one(setting: Setting) -> dict[str, Any]:
-    """Exchanges with oneself over the backend of the device: whether each arrives as it was sent,
-    and seconds of one.
+def measure_world_of_one(setting: Setting) -> dict[str, Any]:
+    """Exchange with oneself over the device's backend; return whether every message arrives intact,
+    and the seconds of an exchange.
     """
     backend = "nccl" if setting.device.type == "cuda" else "gloo"
     size = setting.size(quick=2**12, cpu=2**20, gpu=2**27)
@@ -138,8 +138,8 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
             rows = Rows((RowRun(0, 2, 3), RowRun(0, 0, 1)), {0: 4})
             equal = True
             for round_ in range(4):
-                # What is sent is computed just before, and overwritten while it travels: the
-                # streams have to keep the order.
+                # The message is computed just before it is sent and overwritten while it travels,
+                # so only the order of the streams keeps it correct.
                 x = torch.full(
                     (8, size), float(round_), dtype=setting.dtype, device=setting.device
                 ) + torch.arange(8, dtype=setting.dtype, device=setting.device).unsqueeze(1)
@@ -149,7 +149,7 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
                 ((arrived,),) = pending.receive_sections()
                 equal &= bool(torch.equal(arrived, expected))
             tensor = torch.zeros(8, size, dtype=setting.dtype, device=setting.device)
-            seconds = seconds_of(
+            seconds = time_call(
                 lambda: launch(channel, [MessagePart(tensor, rows)]).receive_sections(),
                 setting.device,
             )
@@ -164,7 +164,7 @@ def world_of_one(setting: Setting) -> dict[str, Any]:
 
 
 def prepare(setting: Setting) -> dict[int, Ranks]:
-    """Start the ranks, which import what they need meanwhile."""
+    """Start the ranks, so that they import in the meantime."""
     return {
         ranks: Ranks(setting, work, ranks)
         for ranks in setting.size(quick=(2,), cpu=(2,), gpu=(2, 4))
@@ -172,16 +172,14 @@ def prepare(setting: Setting) -> dict[int, Ranks]:
 
 
 def run(setting: Setting, started: dict[int, Ranks]) -> None:
-    """Put exchanges in a world of one, then the errors of every rank, by number of ranks, dtype and
-    mode.
-    """
+    """Record exchanges in a world of one, then all ranks' errors by ranks, dtype and mode."""
     try:
-        setting.put(world_of_one=world_of_one(setting))
-    except Exception as error:  # the other figures do not need it
+        setting.put(world_of_one=measure_world_of_one(setting))
+    except Exception as error:  # other figures do not need it
         setting.put(world_of_one={"failed": f"{type(error).__name__}: {error}"[:500]})
     found: dict[str, Any] = {}
     for ranks, processes in started.items():
-        if not setting.time_for(f"{ranks} ranks", cpu=30.0, gpu=15.0):
+        if not setting.has_time_for(f"{ranks} ranks", cpu=30.0, gpu=15.0):
             continue
         figures = processes.run(setting.left())
         rows = figures.get("dtypes", {})

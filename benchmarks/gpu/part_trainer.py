@@ -1,8 +1,8 @@
-"""The Trainer on two ranks of one card over NCCL, as people start it: bf16, its own DDP, work that
-moves; beside `sdpa`.
+"""The Trainer on two ranks of one card over NCCL, as users start it: bf16, its own DDP, work that
+moves; compared with `sdpa`.
 
-Every case trains the same rows from the same weights and logs each step. Rank 0 draws long
-documents and rank 1 short ones, and the cost model counts pairs alone, so that work moves in every
+Every case trains on the same rows from the same weights and logs each step. Rank 0 draws long
+documents and rank 1 short ones. The cost model counts pairs alone, so that work moves in every
 layer.
 """
 
@@ -28,10 +28,10 @@ import hf_distca
 from gpu_ranks import Ranks
 from gpu_setting import Setting
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from models import llama_config
+from models import make_llama_config
 
 RANKS = 2
-# bfloat16 keeps 8 bits; losses of right runs differ by less over ten steps.
+# bfloat16 has a precision of 8 bits; losses of correct runs differ by less over ten steps.
 BOUND = 4e-3
 FSDP2 = {
     "fsdp": "full_shard auto_wrap",
@@ -41,7 +41,7 @@ CHECKPOINTED = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }
-# Name: attention, the case it is compared with, settings of distca, arguments of the Trainer.
+# Name: attention, case to compare with, settings of distca, arguments of the Trainer.
 CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
     "sdpa, DDP": ("sdpa", None, {}, {}),
     "distca, DDP": ("distca", "sdpa, DDP", {}, {}),
@@ -63,12 +63,12 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def steps_of(setting: Setting) -> int:
+def count_steps(setting: Setting) -> int:
     return setting.size(quick=2, cpu=4, gpu=10)
 
 
 class Losses(TrainerCallback):
-    """Rows of the log, as the Trainer made them."""
+    """Rows of the Trainer's log."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -80,16 +80,16 @@ class Losses(TrainerCallback):
             self.rows.append(dict(logs))
 
 
-def model_of(setting: Setting, attention: str) -> LlamaForCausalLM:
+def make_model(setting: Setting, attention: str) -> LlamaForCausalLM:
     small = (64, 96, 2, 4)
     hidden, wide, layers, heads = setting.size(quick=small, cpu=small, gpu=(1024, 2816, 6, 8))
     torch.manual_seed(0)
-    config = llama_config((hidden, wide, layers), (heads, 2), 4096)
+    config = make_llama_config((hidden, wide, layers), (heads, 2), 4096)
     return LlamaForCausalLM._from_config(config, attn_implementation=attention)  # noqa: SLF001
 
 
-def rows_of(setting: Setting) -> list[dict[str, Any]]:
-    """Rows of packed documents, long ones and short ones in turns: two ranks draw one of each."""
+def make_rows(setting: Setting) -> list[dict[str, Any]]:
+    """Make rows of long and short documents in turns, so that each rank draws one kind."""
     draw, tokens = random.Random(0), setting.size(quick=96, cpu=256, gpu=6144)
 
     def document(length: int) -> list[int]:
@@ -97,13 +97,13 @@ def rows_of(setting: Setting) -> list[dict[str, Any]]:
         return [phrase[(i * 7 + i // 50) % 50] for i in range(length)]
 
     rows = []
-    for number in range(RANKS * steps_of(setting)):
+    for number in range(RANKS * count_steps(setting)):
         lengths = [tokens] if number % 2 == 0 else [tokens // 8 - 1] * 8
         rows.append({"documents": [document(length) for length in lengths]})
     return rows
 
 
-def settings_of(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.DistCAConfig:
+def make_settings(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.DistCAConfig:
     config = model.config
     shape = AttentionShape(
         config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim, 2
@@ -117,13 +117,13 @@ def settings_of(model: LlamaForCausalLM, changes: dict[str, Any]) -> hf_distca.D
     )
 
 
-def trainer_of(setting: Setting, name: str, folder: str) -> Trainer:
+def make_trainer(setting: Setting, name: str, folder: str) -> Trainer:
     attention, _, changes, options = CASES[name]
-    model, gpu = model_of(setting, attention), setting.device.type == "cuda"
+    model, gpu = make_model(setting, attention), setting.device.type == "cuda"
     options = {key: value for key, value in options.items() if gpu or key != "torch_compile"}
     arguments: dict[str, Any] = {
         "output_dir": folder,
-        "max_steps": steps_of(setting),
+        "max_steps": count_steps(setting),
         "logging_steps": 1,
         "per_device_train_batch_size": 1,
         "train_sampling_strategy": "sequential",
@@ -137,28 +137,26 @@ def trainer_of(setting: Setting, name: str, folder: str) -> Trainer:
     }
     callbacks: list[TrainerCallback] = []
     if attention == "distca":
-        callbacks.append(hf_distca.DistCACallback(settings_of(model, changes), record=False))
-    callbacks.append(Losses())  # behind distca's, which adds its figures to the rows
+        callbacks.append(hf_distca.DistCACallback(make_settings(model, changes), record=False))
+    callbacks.append(Losses())  # after distca's callback, which adds its figures to the rows
     if options.get("trl"):
-        return supervised(
+        return make_sft_trainer(
             model,
             {**arguments, **{k: v for k, v in options.items() if k != "trl"}},
-            rows_of(setting),
+            make_rows(setting),
             callbacks,
         )
     made = TrainingArguments(**{**arguments, **options})
     collator = hf_distca.PackingCollator()
     return Trainer(
-        model, made, data_collator=collator, train_dataset=rows_of(setting), callbacks=callbacks
+        model, made, data_collator=collator, train_dataset=make_rows(setting), callbacks=callbacks
     )
 
 
-def supervised(
+def make_sft_trainer(
     model: Any, arguments: dict[str, Any], rows: list[Any], callbacks: list[TrainerCallback]
 ) -> Trainer:
-    """TRL's SFTTrainer on the same rows as packed rows of its own: `input_ids` with
-    `seq_lengths`.
-    """
+    """Make TRL's SFTTrainer on the same rows, as its packed rows: `input_ids`, `seq_lengths`."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -189,8 +187,8 @@ def supervised(
     )
 
 
-def one_case(setting: Setting, name: str) -> dict[str, Any]:
-    """Losses and gradient norms of each step, what moved, and seconds."""
+def run_case(setting: Setting, name: str) -> dict[str, Any]:
+    """Train one case; return its losses and gradient norms, exchanged work, and seconds."""
     from accelerate.state import AcceleratorState, GradientState
 
     for variable in [key for key in os.environ if key.startswith(("FSDP_", "ACCELERATE_"))]:
@@ -199,7 +197,7 @@ def one_case(setting: Setting, name: str) -> dict[str, Any]:
     GradientState._reset_state()  # noqa: SLF001
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(setting, name, folder)
+        trainer = make_trainer(setting, name, folder)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     rows = next(
@@ -220,7 +218,7 @@ def one_case(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Largest relative differences of losses and of gradient norms."""
+    """Compute the largest relative differences of losses and of gradient norms."""
     off = {}
     for what in ("losses", "gradient_norms"):
         off[what] = max(abs(a / b - 1) for a, b in zip(found[what], expected[what], strict=True))
@@ -241,21 +239,21 @@ def work(rank: int, ranks: int, setting: Setting, keep: Any) -> None:
             cases[name] = {"left_out": "no time"}
             continue
         try:
-            cases[name] = one_case(setting, name)
+            cases[name] = run_case(setting, name)
             if beside is not None and "losses" in cases.get(beside, {}):
                 cases[name] |= {"beside": beside, **compare(cases[name], cases[beside])}
-        except Exception as error:  # a case that fails on all ranks is a figure as well
+        except Exception as error:  # a case that fails on all ranks is also a result
             cases[name] = {"failed": f"{type(error).__name__}: {error}"[:1500]}
         keep(cases=cases)
 
 
 def prepare(setting: Setting) -> Ranks:
-    """Start the ranks, which import what they need meanwhile."""
+    """Start the ranks, so that they import in the meantime."""
     return Ranks(setting, work, RANKS)
 
 
 def run(setting: Setting, ranks: Ranks) -> None:
-    """Put every case's losses and how far they are from sdpa's."""
+    """Record the losses of every case, and how far they are from those of sdpa."""
     found = ranks.run(setting.seconds)
     left = [name for name, case in found.get("cases", {}).items() if "left_out" in case]
     setting.put(

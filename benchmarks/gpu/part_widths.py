@@ -1,5 +1,5 @@
-"""Rates of gpt-oss's and Gemma 3's heads: whole documents, and slices of every length, forward and
-backward.
+"""Rates of the heads of gpt-oss and Gemma 3: whole documents, and slices of every length, forward
+and backward.
 """
 
 from __future__ import annotations
@@ -7,12 +7,12 @@ from __future__ import annotations
 import itertools
 
 from gpu_setting import Setting
-from gpu_workloads import variants
+from gpu_workloads import iterate_variants
 from hf_distca.kernels.flash import CUDA, FLASH_ATTN_4
 from hf_distca.schedule.cost import AttentionShape
-from part_kernels import curve, whole
+from part_kernels import measure_curve, measure_whole
 
-# Query heads, key heads and widths of their config.json on the Hub.
+# Query heads, key heads and widths from the config.json files on the Hub.
 SHAPES = {
     "gpt-oss": AttentionShape(64, 8, 64, 64, 2),
     "Gemma 3 4B": AttentionShape(8, 4, 256, 256, 2),
@@ -20,10 +20,10 @@ SHAPES = {
 
 
 def run(setting: Setting) -> None:
-    """Put rates of whole documents of all kernels first, then curves."""
+    """Record rates of whole documents with all kernels, then curves."""
     shapes = SHAPES if setting.device.type == "cuda" else dict(list(SHAPES.items())[:1])
-    cases = list(itertools.product(variants(setting, (FLASH_ATTN_4, CUDA)), shapes.items()))
+    cases = list(itertools.product(iterate_variants(setting, (FLASH_ATTN_4, CUDA)), shapes.items()))
     for variant, (label, shape) in cases:
-        whole(setting, variant, label, shape)
+        measure_whole(setting, variant, label, shape)
     for variant, (label, shape) in cases:
-        setting.add("curves", curve(setting, variant, label, shape))
+        setting.add("curves", measure_curve(setting, variant, label, shape))

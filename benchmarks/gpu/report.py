@@ -1,4 +1,4 @@
-r"""The figures of run_all.py as a page: a table of each part's rows.
+r"""A page of the figures of run_all.py: a table of each part's rows.
 
 python benchmarks/gpu/report.py gpu_figures
 python benchmarks/gpu/report.py cpu_figures \
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# A column of longer texts is cut, and so is a table with more rows.
+# Longer texts and tables are cut.
 MOST_LETTERS, MOST_ROWS = 60, 60
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:
-    """Give each number inside nested dictionaries a column: `seconds.distca`."""
+    """Flatten nested dictionaries to one column per number: `seconds.distca`."""
     if isinstance(value, Mapping):
         parts = (
             flatten(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()
@@ -36,8 +36,8 @@ def show(value: Any) -> str:
     return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 3] + "..."
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lay rows out as a table; columns whose cells are all equal are a line above it."""
+def format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Format rows as a table; columns whose cells are all equal become a line above it."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = {column: [show(row.get(column, "")) for row in rows] for column in columns}
     same = [column for column in columns if len(rows) > 1 and len(set(cells[column])) == 1]
@@ -53,8 +53,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*text, *([f"... and {left} more rows in the JSON."] if left > 0 else []), ""]
 
 
-def section(part: str, data: Mapping[str, Any]) -> list[str]:
-    """Show a part: its single figures, then a table for each list of rows."""
+def format_section(part: str, data: Mapping[str, Any]) -> list[str]:
+    """Format a part: its single figures, then a table for each list of rows."""
     text = [f"## {part}", ""]
     lists = {
         name: value
@@ -66,11 +66,11 @@ def section(part: str, data: Mapping[str, Any]) -> list[str]:
         f"- {name}: {show(value)}" for name, value in rest.items() if value not in ("", [], None)
     ]
     for name, rows in lists.items():
-        text += ["", f"**{name}**", "", *table([flatten(row) for row in rows])]
+        text += ["", f"**{name}**", "", *format_table([flatten(row) for row in rows])]
     return [*text, ""]
 
 
-def page(folder: Path, notes: Sequence[str]) -> str:
+def format_page(folder: Path, notes: Sequence[str]) -> str:
     run = json.loads((folder / "run.json").read_text())
     environment = run["environment"]
     name = environment.get("gpu", environment["processor"])
@@ -86,7 +86,7 @@ def page(folder: Path, notes: Sequence[str]) -> str:
     for part in run["parts"]:
         path = folder / f"{part}.json"
         if path.exists():
-            text += section(part, json.loads(path.read_text()))
+            text += format_section(part, json.loads(path.read_text()))
     return "\n".join(text).rstrip() + "\n"
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     output = arguments.output or arguments.figures / "README.md"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(arguments.figures, arguments.note), encoding="utf-8")
+    output.write_text(format_page(arguments.figures, arguments.note), encoding="utf-8")
     print(output)
 
 

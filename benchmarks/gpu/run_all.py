@@ -1,18 +1,18 @@
-"""Everything that is measured on one GPU, part by part, most wanted first; or, small, on a CPU.
+"""Everything that one GPU can measure, part by part, the most important first; also small on a CPU.
 
     python benchmarks/gpu/run_all.py --list
     python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480
     python benchmarks/gpu/run_all.py --out gpu_figures --placements DIR --seconds 480
     python benchmarks/gpu/report.py gpu_figures
 
-A call runs the parts that its time has room for, in the order of the list. The same call again goes
-on with those that were left out or did not end; `--only` runs the named parts whether they ran
-before or not.
+A call runs the parts for which it has time, in the order of the list. A second call continues with
+the parts that were left out or did not end. `--only` runs the named parts whether or not they ran
+before.
 
-Every part runs in a process of its own and writes its figures as it finds them: a part that fails
-or is stopped takes nothing from the others. While a part measures, the process of the next one
-imports what it needs and then waits for its turn. The package is used from this clone, installed or
-not.
+Every part runs in a separate process and writes its figures as it finds them, so that a part that
+fails or is stopped does not affect the others. While a part measures, the process of the next part
+imports what it needs and then waits for its turn. The package is imported from this clone,
+installed or not.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Part(NamedTuple):
-    """What a part measures, and about how many seconds that takes on an H100 with FlashAttention 4
-    installed.
-    """
+    """The title of a part, and its approximate seconds on an H100 with FlashAttention 4."""
 
     seconds: int
     title: str
@@ -50,34 +48,32 @@ class Part(NamedTuple):
 
 PARTS = {
     "checkpointing": Part(
-        90, "activation checkpointing on one GPU: what keeping attention's outputs is worth"
+        90, "activation checkpointing on one GPU: the gain of keeping attention outputs"
     ),
-    "host": Part(60, "what a layer costs the host, in steps so small that the GPU waits"),
+    "host": Part(60, "host cost of a layer, in steps so small that the GPU waits"),
     "emulator": Part(80, "kernel seconds of 8 and 64 ranks, before and after balancing"),
-    "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, beside sdpa"),
-    "first_script": Part(90, "README's script, dealt to two ranks over NCCL, beside one process"),
+    "trainer": Part(120, "the Trainer on two ranks over NCCL with moved work, vs. sdpa"),
+    "first_script": Part(90, "the README's script, dealt to two ranks over NCCL, vs. one process"),
     "kernels": Part(90, "rates of whole documents, slices, rebatched tasks"),
-    "memory": Part(25, "peak bytes at 64K tokens beside plain attention and the simulator"),
-    "ranks": Part(60, "two and four ranks over NCCL beside sdpa"),
-    "parity": Part(60, "kernels beside float32"),
+    "memory": Part(25, "peak bytes at 64K tokens vs. plain attention and the simulator"),
+    "ranks": Part(60, "two and four ranks over NCCL vs. sdpa"),
+    "parity": Part(60, "kernels vs. float32"),
     "faults": Part(60, "a rank that fails or is killed while the other one waits over NCCL"),
     "widths": Part(60, "rates of gpt-oss's and Gemma's heads, and of their short slices"),
-    "curves": Part(330, "1.3 billion weights, 200 steps of 16K tokens: losses beside sdpa's"),
-    "families": Part(60, "families of models in bfloat16 beside float32"),
-    "hybrids": Part(90, "hybrids in bfloat16 with kernels of fla and mamba-ssm, beside float32"),
+    "curves": Part(330, "1.3 billion weights, 200 steps of 16K tokens: losses vs. sdpa"),
+    "families": Part(60, "model families in bfloat16 vs. float32"),
+    "hybrids": Part(90, "hybrids in bfloat16 with kernels of fla and mamba-ssm, vs. float32"),
 }
-# A part that takes longer than expected is not stopped before so many times its seconds, if there
-# is time.
+# A part that takes longer than expected may take this many times its seconds before it is stopped,
+# if there is time.
 PATIENCE = 1.5
-# It is told less than it gets, for what it has begun when the time is over.
+# A part plans with this share of its time; the rest is for work in progress.
 TOLD = 0.85
 NEEDED = ("numpy", "torch", "transformers", "accelerate", "typer", "rich", "greenlet", "tqdm")
 
 
 def prepare(out: Path) -> dict[str, Any]:
-    """Make the package importable and say what it runs with; ends the program, saying why, where
-    that fails.
-    """
+    """Make the package importable and describe the environment; exit with an error on failure."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         sys.exit(
@@ -89,14 +85,14 @@ def prepare(out: Path) -> dict[str, Any]:
     sys.path[:0] = [*map(str, (ROOT / "benchmarks").glob("*/")), str(ROOT / "src")]
     from machine import describe
 
-    # Compiled kernels of FlashAttention 4 are kept for the parts that follow.
+    # Keep compiled kernels of FlashAttention 4 for the following parts.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(out / "compiled"))
     try:
         version("hf-distca")
     except PackageNotFoundError:
-        # The package announces its version to other ranks: without an installation, from what
-        # setup.cfg says.
+        # The package announces its version to other ranks. Without an installation, the version
+        # comes from setup.cfg.
         line = next(
             line
             for line in (ROOT / "setup.cfg").read_text().splitlines()
@@ -109,21 +105,21 @@ def prepare(out: Path) -> dict[str, Any]:
             f"Metadata-Version: 2.1\nName: hf-distca\nVersion: {number}\n"
         )
         sys.path.append(str(folder.parent))
-    # Ranks are started anew by the parts, and find the same modules.
+    # Parts start rank processes, which must find the same modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         importlib.import_module("hf_distca")
     except Exception as error:
         traceback.print_exc()
         sys.exit(
-            f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); this is here:"
+            f"run_all.py cannot import hf_distca ({type(error).__name__}: {error}); versions:"
             f" {describe(*NEEDED)}."
         )
     return describe("greenlet", "flash-attn", "flash-attn-4", "trl")
 
 
-def gpu() -> dict[str, Any]:
-    """The card, the driver and the libraries."""
+def describe_gpu() -> dict[str, Any]:
+    """Describe the card, the driver and the libraries."""
     import torch
 
     if not torch.cuda.is_available():
@@ -146,33 +142,33 @@ def gpu() -> dict[str, Any]:
 
 
 def work(setting: Any, turn: Connection) -> None:
-    """One part, in its own process: import it, wait for its turn, measure."""
-    os.setpgid(0, 0)  # so that what the part starts ends with it
+    """Run one part in its own process: import it, wait for its turn, measure."""
+    os.setpgid(0, 0)  # a process group, so that everything that the part starts ends with it
     import torch
 
     if setting.part == "gpu":
         turn.recv()
-        setting.put(**gpu())
+        setting.put(**describe_gpu())
         return
     if setting.device.type == "cpu":
         torch.set_num_threads(1)
     try:
         part = importlib.import_module(f"part_{setting.part}")
-        # A part of several ranks starts them beforehand.
+        # A part with several ranks starts them before its turn.
         ready = [part.prepare(setting)] if hasattr(part, "prepare") else []
         seconds = turn.recv()
         part.run(replace(setting, seconds=seconds, started=time.monotonic()), *ready)
         if setting.figures.get("failed"):
-            sys.exit(1)  # its ranks failed, and its file says why
-    except EOFError:  # the turn never comes
-        os.killpg(0, signal.SIGKILL)  # and what was started beforehand is not needed
+            sys.exit(1)  # its ranks failed, and its file has the reason
+    except EOFError:  # its turn never comes
+        os.killpg(0, signal.SIGKILL)  # end the processes that were started for it as well
     except Exception:
         setting.put(failed=traceback.format_exc()[-4000:])
         raise
 
 
 class Started(NamedTuple):
-    """The process of a part that waits for its turn."""
+    """A part's process, which waits for its turn."""
 
     setting: Any
     process: BaseProcess
@@ -180,8 +176,8 @@ class Started(NamedTuple):
 
     @classmethod
     def of(cls, setting: Any) -> Started:
-        # A fork has imported everything already. Where there is a GPU, an import might touch it,
-        # and then it is lost to forks.
+        # A fork inherits all imports. Where there is a GPU, an import might touch it, and forks
+        # would lose it.
         context = get_context("spawn" if setting.device.type == "cuda" else "fork")
         receive, send = context.Pipe(duplex=False)
         process = context.Process(target=work, args=(setting, receive))
@@ -190,9 +186,9 @@ class Started(NamedTuple):
         return cls(setting, process, send)
 
     def run(self, seconds: float) -> dict[str, Any]:
-        """Give it its turn; kill it, and what it started, after `seconds`."""
+        """Let the part run; after `seconds`, kill it and everything it started."""
         began = time.monotonic()
-        with suppress(BrokenPipeError):  # its import failed, and its file says why
+        with suppress(BrokenPipeError):  # the import failed, and the part's file has the reason
             self.turn.send(TOLD * seconds)
         self.process.join(seconds)
         exitcode = self.process.exitcode
@@ -205,7 +201,7 @@ class Started(NamedTuple):
         }
 
     def end(self) -> None:
-        """Leave nothing of it."""
+        """Kill the process and everything it started."""
         self.turn.close()
         if self.process.is_alive():
             try:
@@ -216,7 +212,7 @@ class Started(NamedTuple):
 
 
 def is_done(out: Path, part: str, record: dict[str, Any]) -> bool:
-    """Whether a part ended in an earlier call and left nothing out."""
+    """Return whether a part ended in an earlier call and left nothing out."""
     path = out / f"{part}.json"
     ended = record["parts"].get(part, {}).get("status") == "ok" and path.exists()
     return ended and not json.loads(path.read_text()).get("left_out")
@@ -225,9 +221,7 @@ def is_done(out: Path, part: str, record: dict[str, Any]) -> bool:
 def run_parts(
     wanted: list[str], make: Any, end: float, record: dict[str, Any], path: Path
 ) -> list[str]:
-    """Run the parts one after another, as long as there is time. Returns those that there was none
-    for.
-    """
+    """Run the parts in order while there is time; return those that were left out."""
     from clocks import watching_clocks
 
     waiting = []
@@ -252,7 +246,7 @@ def run_parts(
             f" {PARTS[part].seconds} s",
             flush=True,
         )
-        (path.parent / f"{part}.json").unlink(missing_ok=True)  # of an earlier run
+        (path.parent / f"{part}.json").unlink(missing_ok=True)  # from an earlier run
         with watching_clocks() as clocks:
             record["parts"][part] = {**current.run(seconds), "command": record["command"]}
         if clocks:
@@ -277,13 +271,13 @@ def run_parts(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device (default: %(default)s)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="sizes that only show that every part works"
+        "--quick", action="store_true", help="use small sizes that only show that every part works"
     )
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, help="run these parts, whether they ran before or not"
+        "--only", nargs="+", choices=PARTS, help="run these parts, even if they ran before"
     )
     parser.add_argument(
         "--out",
@@ -292,13 +286,13 @@ def main() -> None:
         help="folder of the figures (default: %(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=480, help="for all parts together (default: %(default)s)"
+        "--seconds", type=float, default=480, help="total time (default: %(default)s)"
     )
     parser.add_argument(
-        "--placements", type=Path, help="folder of placements; without, made-up ones"
+        "--placements", type=Path, help="folder of placements (default: made-up ones)"
     )
     parser.add_argument(
-        "--list", action="store_true", help="print the parts and their expected seconds, and end"
+        "--list", action="store_true", help="only print the parts and their expected seconds"
     )
     arguments = parser.parse_args()
     if arguments.list:

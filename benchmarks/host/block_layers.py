@@ -1,13 +1,13 @@
-"""Seconds of attention of a layer in which tokens see others behind them, on one process, next to
-causal attention and to sdpa with a dense mask.
+"""Seconds of attention in a layer in which tokens see later tokens, on one process, compared with
+causal attention and with sdpa under a dense mask.
 
     python benchmarks/host/block_layers.py --json
 
-One document of 4,096 tokens, in float32 on the CPU with one thread: causal alone; with images of
-256 tokens in a fifth of it; with a prefix of half of it; and all of it both ways. Forward and
-backward of the attention function, without a model. Each is timed in turn, several times; figures
-are the medians of process times, and their ratios to causal attention. sdpa gets the dense mask of
-the same tokens.
+One document of 4,096 tokens, in float32 on the CPU with one thread, has four forms: causal; with
+images of 256 tokens in a fifth of it; with a prefix of half of it; and with attention both ways
+throughout. The attention function runs forward and backward without a model. The forms take turns
+several times. Figures are medians of process times, and their ratios to causal attention. sdpa gets
+the dense mask of the same tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from hf_distca.integration.hooks.attention import distca_attention
-from processes import medians
-from script import add_option, make_parser, print_table, put_out
+from processes import compute_medians
+from script import add_option, make_parser, output_result, print_table
 
 HEADS, KEY_HEADS, WIDTH = 8, 2, 64
 
 
 def make_masks(tokens: int) -> dict[str, Any]:
-    """Mask functions as the families compose them, by form."""
+    """Make the mask functions of each form as model families compose them."""
     at = torch.arange(tokens)
     images = torch.where(at % 1280 < 256, at // 1280, -1)[None]
     prefix = torch.where(at < tokens // 2, 0, -1)[None]
@@ -74,7 +74,7 @@ def measure(tokens: int, turns: int) -> dict[str, Any]:
                 query, key, value, seen[None, None], enable_gqa=True
             ).sum().backward()
             seconds.setdefault(f"{form}, sdpa", []).append(time.process_time() - begin)
-    middle = medians(seconds)
+    middle = compute_medians(seconds)
     forms = []
     for form in functions:
         ours, dense = middle[f"{form}, layer"], middle[f"{form}, sdpa"]
@@ -93,10 +93,10 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add_option(parser, "--tokens", 4096, "of the document")
-    add_option(parser, "--turns", 5, "of each form")
+    add_option(parser, "--tokens", 4096, "tokens of the document")
+    add_option(parser, "--turns", 5, "turns of each form")
     arguments = parser.parse_args()
-    put_out(arguments, measure(arguments.tokens, arguments.turns), show)
+    output_result(arguments, measure(arguments.tokens, arguments.turns), show)
 
 
 if __name__ == "__main__":

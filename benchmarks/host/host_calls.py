@@ -1,12 +1,12 @@
-"""Python calls and processor time that attention adds to a step of a small Llama on one rank, by
-layer and besides.
+"""Python calls and processor time that attention adds to a step of a small Llama on one rank, per
+layer and per step.
 
     python benchmarks/host/host_calls.py --documents 1 8 --json
 
-Forward and backward, in one thread, with distca and with a bare call of torch's attention, which
-sees all tokens as one document. Calls are those of functions and of built-in ones (`cProfile`).
-Microseconds are medians, kernels of 64 tokens included. Names of the library that earlier commits
-have are used here, so that they can be measured by the same script: `host_time.py --before`.
+Forward and backward run in one thread, with distca and with a bare call of torch's attention that
+treats all tokens as one document. Calls are those of functions and built-ins (`cProfile`).
+Microseconds are medians and include kernels of 64 tokens. The script uses only library names that
+earlier commits also have, so that it can measure them: `host_time.py --before`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
-from models import llama_config
-from script import add_option, make_parser, put_out
+from models import make_llama_config
+from script import add_option, make_parser, output_result
 
 HERE = Path(__file__).resolve()
-TOKENS = 64  # few, so that kernels take next to nothing; one for each document at least
-FEW, MANY = 2, 6  # layers of two models, whose difference is that of layers after the first one
+TOKENS = 64  # few, so that kernels take very little time, but one for each document
+FEW, MANY = 2, 6  # layers of two models, whose difference is the cost of later layers
 REPEATS = 40
 
 
 def bare(
     _module: torch.nn.Module, *states: torch.Tensor, scaling: float, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """An attention function with nothing around torch's."""
+    """Call torch's attention with no other code around it."""
     output = scaled_dot_product_attention(
         *states[:3], is_causal=True, scale=scaling, enable_gqa=True
     )
@@ -54,9 +54,9 @@ AttentionInterface.register("bare", bare)
 AttentionMaskInterface.register("bare", lambda **_: None)
 
 
-def step_of(attention_name: str, layers: int, documents: int) -> Callable[[], None]:
-    """Forward and backward of a Llama with so many layers, on documents of equal length."""
-    config = llama_config((64, 64, layers), (4, 2), 8, attn_implementation=attention_name)
+def make_step(attention_name: str, layers: int, documents: int) -> Callable[[], None]:
+    """Make the function that runs forward and backward of a Llama on documents of equal length."""
+    config = make_llama_config((64, 64, layers), (4, 2), 8, attn_implementation=attention_name)
     model = LlamaModel(config).train()
     lengths = (max(TOKENS // documents, 1),) * documents
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -89,11 +89,13 @@ def measure_microseconds(step: Callable[[], None]) -> float:
 
 
 def measure(figure: Callable[[Callable[[], None]], float], documents: int) -> dict[str, float]:
-    """A figure of a step, of one more layer and of what a step has besides."""
+    """Compute a figure of a step, of one more layer, and of the rest of the step."""
     found: dict[str, float] = {}
     with torch.autograd.set_multithreading_enabled(False):
         for name in ("distca", "bare"):
-            one, few, many = (figure(step_of(name, layers, documents)) for layers in (1, FEW, MANY))
+            one, few, many = (
+                figure(make_step(name, layers, documents)) for layers in (1, FEW, MANY)
+            )
             found[f"{name}: a layer"] = (many - few) / (MANY - FEW)
             found[f"{name}: a step besides"] = one - found[f"{name}: a layer"]
     for part in ("a layer", "a step besides"):
@@ -106,8 +108,8 @@ def measure_calls(documents: int) -> dict[str, float]:
 
 
 def compare(before: Path, documents: list[int], rounds: int) -> dict[str, dict[str, float]]:
-    """Figures beyond a bare function, of an earlier checkout and of this one, in turns: medians of
-    the rounds.
+    """Return the figures beyond a bare function for an earlier checkout and this one: medians over
+    alternating rounds.
     """
     results: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     command = [sys.executable, str(HERE), "--json", "-", "--documents", *map(str, documents)]
@@ -133,7 +135,7 @@ def compare(before: Path, documents: list[int], rounds: int) -> dict[str, dict[s
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add_option(parser, "--documents", [1, 8], "documents in 64 tokens")
+    add_option(parser, "--documents", [1, 8], "numbers of documents in 64 tokens")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     hf_distca.configure()
@@ -142,7 +144,7 @@ def main() -> None:
         name: {str(n): measure(figure, n) for n in arguments.documents}
         for name, figure in figures.items()
     }
-    put_out(arguments, result, lambda found: print(json.dumps(found, indent=1)))
+    output_result(arguments, result, lambda found: print(json.dumps(found, indent=1)))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,36 @@
-"""Host time that core attention takes besides its kernels: an exchange and planning by number of
-ranks, and a layer on one rank.
+"""Host time of core attention outside its kernels: an exchange and planning by number of ranks, and
+a layer on one rank.
 
     python benchmarks/host/host_time.py --json results.json
 
-All times are processor time of the one thread that works, so that other programs do not count:
-medians.
+All times are medians of the processor time of the one working thread, so that other programs do not
+count.
 
-*Layers*: forward and backward of one call of core attention on one rank of N, dispatch and return
-both ways, without ping-pong. The plan is a real one for all ranks, and the route that rank's. What
-is not bookkeeping is kept small: rows are 2 bytes wide, the kernel returns zeros, and messages
-arrive at once and are never sent. Typical ranks are evenly spaced among all; the busiest one
-exchanges with the most others. *One by one* has a document as long as the batch on every eighth
-rank and short ones elsewhere, which is more exchange than documents of a corpus make.
+*Layers*: forward and backward of one call of core attention on one rank of N, with dispatch and
+return in both directions, without ping-pong. Plan and route are real. Everything except bookkeeping
+is kept small: rows are 2 bytes wide, the kernel returns zeros, and messages are never sent and
+arrive at once. Typical ranks are evenly spaced among all; the busiest rank exchanges with the most
+others. *One by one* has a document as long as the batch on every eighth rank and short ones
+elsewhere, which needs more exchange than documents of a corpus.
 
-*Planning*: what every rank does for a plan besides the balancing itself, from all announcements to
-the route. No collectives.
+*Planning*: the work of every rank for a plan except balancing, from all announcements to the route,
+without collectives.
 
-*Alone*: what `distca` takes in a layer on one rank beyond `sdpa`, forward and backward, both
-without their kernels, which are replaced by ones that only make tensors of the right shapes. The
-time of making them is taken off, and for sdpa that of a run of autograd, too, so that distca is
-charged a little too much. sdpa gets one sequence of as many tokens. Times with the real kernels are
-beside it: how many documents there are shows in distca's kernel.
+*Alone*: the time that `distca` adds to `sdpa` in a layer on one rank, forward and backward. The
+kernels of both are replaced by functions that only make tensors of the right shapes. The time to
+make these tensors is subtracted, and for sdpa also that of an autograd run, so the figure for
+distca is slightly too large. sdpa gets one sequence of as many tokens. Times with the real kernels
+follow; there the number of documents shows in distca's kernel.
 
-The *first layer* of a micro-batch makes the plan besides.
+The *first layer* of a micro-batch also makes the plan.
 
-*Calls*: Python calls, of functions and built-in ones, that one more layer adds to a step of a small
-Llama on one rank, forward and backward, and those that a step of one layer has beyond that: with
-distca, with a bare call of torch's attention, and the difference. They do not depend on the machine
+*Calls*: Python calls (functions and built-ins) that one more layer adds to a step of a small Llama
+on one rank, forward and backward, and the calls of a step outside its layers: with distca, with a
+bare call of torch's attention, and the difference. They do not depend on the machine
 (`host_calls.py`).
 
-With `--before FOLDER`, a checkout of an earlier commit, calls and microseconds of the same steps
-are shown of both, measured in turns in processes of their own. These times have the kernels in
-them.
+`--before FOLDER`, a checkout of an earlier commit, shows calls and microseconds of the same steps
+for both commits, measured in turns in separate processes. These times include the kernels.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ from hf_distca.schedule.ranks import UNIFORM_RANKS
 from host_calls import compare, measure_calls
 from placed import CUDA as COST
 from placed import LLAMA_3_8B
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 
 CPU = torch.device("cpu")
 WIDTH = 1  # of the only head, in bfloat16
@@ -111,7 +110,7 @@ ZEROS = Zeros()
 
 
 class ZerosFunction(torch.autograd.Function):
-    """In the place of torch's function: as `Zeros`."""
+    """Replaces torch's autograd function, with the results of `Zeros`."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -128,7 +127,7 @@ def zeros_function(*tensors: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 class Nowhere:
-    """A channel whose messages arrive at once; what they hold was there before."""
+    """A channel that sends nothing: messages arrive at once and keep their previous contents."""
 
     is_gloo = False
 
@@ -139,9 +138,9 @@ class Nowhere:
         pass
 
 
-def documents(ranks: int, tokens: int, kind: str) -> list[list[int]]:
-    """Lengths of each rank's documents: long-tailed ones cut where a rank is full; or long and
-    short ones by rank.
+def draw_documents(ranks: int, tokens: int, kind: str) -> list[list[int]]:
+    """Return the document lengths of each rank: long-tailed ones cut where a rank is full, or long
+    and short ones by rank.
     """
     if kind == "one by one":
         return [[tokens] if rank % 8 == 0 else [tokens // 256] * 256 for rank in range(ranks)]
@@ -154,8 +153,8 @@ def documents(ranks: int, tokens: int, kind: str) -> list[list[int]]:
     return rows
 
 
-def median_ms(run: Callable[[], object], repeats: int) -> float:
-    """Milliseconds of a run; the first one does not count."""
+def measure_ms(run: Callable[[], object], repeats: int) -> float:
+    """Return the median milliseconds of a run, after one that is not counted."""
     run()
     seconds = []
     for _ in range(repeats):
@@ -165,18 +164,18 @@ def median_ms(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(seconds) * 1e3
 
 
-def peers(plan: Plan) -> np.ndarray[Any, Any]:
-    """How many others each rank exchanges queries with."""
+def count_peers(plan: Plan) -> np.ndarray[Any, Any]:
+    """Count the ranks with which each rank exchanges queries."""
     pairs = np.unique(np.stack([plan.home, plan.server])[:, plan.home != plan.server], axis=1)
     return np.bincount(pairs.reshape(-1), minlength=plan.layout.world_size)
 
 
-def layer(plan: Plan, rank: int) -> Callable[[], object]:
-    """Forward and backward of a layer on a rank."""
+def make_layer(plan: Plan, rank: int) -> Callable[[], object]:
+    """Make the function that runs forward and backward of a layer on a rank."""
     route, rows = Route.build(plan, rank), int(plan.layout.query_tokens[rank])
     group = AttentionGroup(tuple(range(plan.layout.world_size)), rank, Nowhere())  # type: ignore[arg-type]
     server = AttentionServer(ZEROS, ScoreOptions(1.0), Meter())  # type: ignore[arg-type]
-    heads = plan.layout.groups  # of a document that is split by heads, every group has one
+    heads = plan.layout.groups  # all head groups, as in a document that is split by heads
     leaves = [
         torch.zeros(rows, heads, WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     ]
@@ -186,29 +185,29 @@ def layer(plan: Plan, rank: int) -> Callable[[], object]:
     )
 
 
-def layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
+def measure_layers(ranks: int, arguments: argparse.Namespace, kind: str) -> dict[str, Any]:
     plan = balance(
-        Layout.from_lengths(documents(ranks, arguments.tokens, kind)), COST, DistCAConfig()
+        Layout.from_lengths(draw_documents(ranks, arguments.tokens, kind)), COST, DistCAConfig()
     )
-    others = peers(plan)
+    others = count_peers(plan)
     chosen = np.linspace(0, ranks - 1, min(arguments.sample, ranks), dtype=int).tolist()
-    typical = [median_ms(layer(plan, rank), arguments.repeats) for rank in chosen]
+    typical = [measure_ms(make_layer(plan, rank), arguments.repeats) for rank in chosen]
     busiest = int(others.argmax())
     return {
         "typical_ms": statistics.median(typical),
         "slowest_typical_ms": max(typical),
         "typical_peers": float(np.median(others)),
-        "busiest_ms": median_ms(layer(plan, busiest), arguments.repeats),
+        "busiest_ms": measure_ms(make_layer(plan, busiest), arguments.repeats),
         "busiest_peers": int(others[busiest]),
     }
 
 
-def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of each step, and of all."""
+def measure_planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the milliseconds of each step of planning, and of all steps together."""
     config, key = DistCAConfig(), PlanKey(LLAMA_3_8B, "cuda")
     facts, group = collect_shared_settings(config, (COST,)), AttentionGroup(tuple(range(ranks)))
     rows = []
-    for lengths in documents(ranks, arguments.tokens, "long tail"):
+    for lengths in draw_documents(ranks, arguments.tokens, "long tail"):
         one = TokenBatch(1, arguments.tokens, packed=PackedDocuments(lengths)).read_documents()
         own, settings = [Measurement(*(10**6,) * FIGURE_COUNT)], hash_settings(facts)
         rows.append(
@@ -241,14 +240,14 @@ def planning(ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
         "own route": lambda: Route.build(plan, ranks // 2),
         "history": bookkeeping,
     }
-    found = {name: median_ms(run, arguments.repeats) for name, run in steps.items()}
+    found = {name: measure_ms(run, arguments.repeats) for name, run in steps.items()}
     return {**found, "all": sum(found.values())}
 
 
-def backward_too(
+def add_backward(
     run: Callable[..., torch.Tensor], leaves: list[torch.Tensor]
 ) -> Callable[[], object]:
-    """The run, and its backward."""
+    """Make a function that runs `run` and its backward."""
 
     def both() -> None:
         out = run(*leaves)
@@ -258,8 +257,8 @@ def backward_too(
 
 
 class Switch(Session):
-    """A session whose kernel can be replaced by one that computes nothing; it is looked for all the
-    same.
+    """A session whose kernel can be replaced by one that computes nothing, after the usual
+    selection.
     """
 
     bare = False
@@ -281,10 +280,10 @@ class Either:
         return (ZEROS if self.session.bare else self.kernel).backward(*arguments)
 
 
-def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, float]:
-    """Microseconds of a layer with so many documents."""
+def measure_alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, float]:
+    """Return the microseconds of a layer with `count` documents."""
     module = LlamaAttention(ALONE, 0).train()
-    # As projections leave them: heads of a token side by side.
+    # The layout that projections leave: heads of a token are adjacent.
     shape = (1, tokens, ALONE.num_attention_heads, module.head_dim)
     leaves = [torch.randn(shape).transpose(1, 2).requires_grad_() for _ in range(3)]
     packed = PackedDocuments((tokens // count,) * count)
@@ -329,21 +328,20 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
         sdpa_both()
         functional.scaled_dot_product_attention = scaled_dot_product_attention
 
-    both, sdpa_both = backward_too(distca, leaves), backward_too(sdpa, leaves)
+    both, sdpa_both = add_backward(distca, leaves), add_backward(sdpa, leaves)
     runs: dict[str, Callable[[], object]] = {
         "distca": both,
         "its kernel": partial(kernel, real),
         "distca without kernel": partial(without_kernel, both),
         "its forward": partial(without_kernel, lambda: distca(*leaves)),
-        "first layer without kernel": partial(without_kernel, backward_too(first, leaves)),
+        "first layer without kernel": partial(without_kernel, add_backward(first, leaves)),
         "zeros": partial(kernel, ZEROS),
         "sdpa": sdpa_both,
         "sdpa without kernel": sdpa_without_kernel,
-        "zeros of a function": backward_too(zeros_function, leaves),
+        "zeros of a function": add_backward(zeros_function, leaves),
     }
-    found = in_rounds(runs, repeats)
-    # The run of autograd counts for distca alone: that of sdpa goes with the function that is taken
-    # off.
+    found = time_in_rounds(runs, repeats)
+    # The autograd run counts only for distca: for sdpa it is subtracted with the function.
     ours, theirs = (
         found["distca without kernel"] - found["zeros"],
         found["sdpa without kernel"] - found["zeros of a function"],
@@ -351,14 +349,14 @@ def alone(count: int, tokens: int, repeats: int, session: Switch) -> dict[str, f
     return {**found, "beyond sdpa": ours - theirs}
 
 
-def in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median microseconds of each of several runs. In a round each runs several times, so that its
-    code and data are in cache.
+def time_in_rounds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the median microseconds of several functions. Each runs several times in a round, so
+    that its code and data are in the cache.
     """
     milliseconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(5):
         for name, run in runs.items():
-            milliseconds[name].append(median_ms(run, repeats))
+            milliseconds[name].append(measure_ms(run, repeats))
     return {name: statistics.median(each) * 1e3 for name, each in milliseconds.items()}
 
 
@@ -377,29 +375,32 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_option(parser, "--ranks", [64, 512, 4096], "numbers of ranks")
     add_option(parser, "--tokens", 65536, "tokens a rank")
-    add_option(parser, "--sample", 15, "typical ranks that are measured")
-    add_option(parser, "--repeats", 20, "of each measurement; the median counts")
+    add_option(parser, "--sample", 15, "number of typical ranks to measure")
+    add_option(parser, "--repeats", 20, "repetitions of each measurement; the median counts")
     add_option(parser, "--documents", [1, 8, 64, 512], "documents of the layer on one rank")
     add_option(parser, "--tokens-alone", 512, "tokens of the layer on one rank")
-    text = "checkout of an earlier commit, to be measured as well"
+    text = "checkout of an earlier commit to measure as well"
     parser.add_argument("--before", type=Path, metavar="FOLDER", help=text)
     given = parser.parse_args()
     torch.set_num_threads(1)
     session = Switch(DistCAConfig())
     result: dict[str, Any] = {
         "alone, us": {
-            str(n): alone(n, given.tokens_alone, given.repeats, session) for n in given.documents
+            str(n): measure_alone(n, given.tokens_alone, given.repeats, session)
+            for n in given.documents
         },
         "calls": {str(n): measure_calls(n) for n in given.documents},
-        "planning, ms": {str(n): planning(n, given) for n in given.ranks},
-        "layers, ms": {str(n): layers(n, given, "long tail") for n in given.ranks},
-        "layers of one by one, ms": {str(n): layers(n, given, "one by one") for n in given.ranks},
+        "planning, ms": {str(n): measure_planning(n, given) for n in given.ranks},
+        "layers, ms": {str(n): measure_layers(n, given, "long tail") for n in given.ranks},
+        "layers of one by one, ms": {
+            str(n): measure_layers(n, given, "one by one") for n in given.ranks
+        },
     }
     if given.before:
         result["calls and us, before and after"] = compare(
             given.before, given.documents, min(5, given.repeats)
         )
-    put_out(given, result, show)
+    output_result(given, result, show)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Bytes of one call of core attention on every rank: kept for backward, and transient; balanced or
+"""Bytes of one call of core attention on every rank, kept for backward and transient: balanced or
 not, bounded or not.
 
-Gloo processes with one thread each hold equally many tokens, one long document on the first rank
-and many small ones on the others. Tensors are counted operation by operation, the kernel's own ones
-included.
+Gloo processes with one thread each hold equally many tokens: one long document on the first rank
+and many small ones on the others. Tensors are counted operation by operation, including those of
+the kernel.
 
-Beside them, what a call takes, forward and backward, with kernels that sleep for as long as the
-built-in figures of a CPU say (`timed_kernels.py`): what a bound costs, as the first micro-batches
-of a run have it. Later ones follow what was measured.
+The time of a call follows, forward and backward, with kernels that sleep for as long as the
+built-in figures of a CPU predict (`timed_kernels.py`). It shows what a bound costs in the first
+micro-batches of a run; later ones use measured rates.
 
     python benchmarks/memory/call_memory.py --json
 """
@@ -41,17 +41,15 @@ from hf_distca.schedule.balance import balance
 from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import compute_imbalance
-from processes import add_rounds, gather, medians, on_ranks, take_turns
-from script import add_option, make_parser, print_table, put_out
+from processes import add_rounds, compute_medians, gather, run_on_ranks, take_turns
+from script import add_option, make_parser, output_result, print_table
 from timed_kernels import timed_kernels
 
 DIM = 64
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations inside made and that still live, and the most of them
-    at a time.
-    """
+    """Counts the bytes of live storages that operations in this mode made, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self.known.values())
 
 
-def lengths_of(ranks: int, tokens: int) -> list[list[int]]:
+def choose_lengths(ranks: int, tokens: int) -> list[list[int]]:
     return [[tokens], *([[tokens // 16] * 16] * (ranks - 1))]
 
 
@@ -96,7 +94,7 @@ class Layer:
         self.cost = CostModel.make_analytic(AttentionShape(*heads, DIM, DIM, 4), device_type="cpu")
         config = DistCAConfig(balance=balanced, max_transient_bytes=bound)
         plan = balance(
-            Layout.from_lengths(lengths_of(group.size, arguments.tokens)), self.cost, config
+            Layout.from_lengths(choose_lengths(group.size, arguments.tokens)), self.cost, config
         )
         self.route, self.group = Route.build(plan, rank), group
         scores, self.meter = ScoreOptions(DIM**-0.5), Meter()
@@ -111,8 +109,8 @@ class Layer:
             Inputs(*self.leaves), LayerExchange(self.route, self.group, self.server)
         )
 
-    def counted(self) -> dict[str, float]:
-        """Bytes, of a call whose tensors are counted."""
+    def count_bytes(self) -> dict[str, float]:
+        """Return the bytes of a call whose tensors are counted."""
         dist.barrier()
         live = LiveBytes()
         with live:
@@ -126,8 +124,8 @@ class Layer:
         inputs = sum(leaf.nbytes for leaf in self.leaves)
         return {"kept": kept + inputs, "transient": transient, "sent": self.meter.sent_bytes}
 
-    def seconds(self) -> float:
-        """Of a call whose kernels sleep, until all ranks are done."""
+    def time_call(self) -> float:
+        """Return the seconds of a call whose kernels sleep, until all ranks are done."""
         dist.barrier()
         started = time.perf_counter()
         with timed_kernels(self.cost):
@@ -146,12 +144,12 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
     layers = {mode: Layer(rank, group, arguments, *wanted) for mode, wanted in modes.items()}
     result: dict[str, Any] = {}
     for mode, layer in layers.items():
-        rows = gather(layer.counted())
+        rows = gather(layer.count_bytes())
         found = {name: [row[name] for row in rows] for name in rows[0]}
         uneven = compute_imbalance(np.array(found["kept"], dtype=np.float64))
         result[mode] = found | {"kept_imbalance": uneven}
-    seconds = take_turns(layers, lambda mode: layers[mode].seconds(), rank, arguments.rounds)
-    middle = medians(seconds)
+    seconds = take_turns(layers, lambda mode: layers[mode].time_call(), rank, arguments.rounds)
+    middle = compute_medians(seconds)
     for mode, taken in seconds.items():
         result[mode] |= {"seconds": taken, "median_seconds": middle.get(mode)}
     return result
@@ -183,8 +181,8 @@ def main() -> None:
     add_option(parser, "--bounds", [4, 16, 64], "max_transient_bytes, in MiB")
     add_rounds(parser, 3)
     arguments = parser.parse_args()
-    found = {str(ranks): on_ranks(measure, ranks, arguments) for ranks in arguments.ranks}
-    put_out(arguments, {"ranks": found}, show, dtype="float32")
+    found = {str(ranks): run_on_ranks(measure, ranks, arguments) for ranks in arguments.ranks}
+    output_result(arguments, {"ranks": found}, show, dtype="float32")
 
 
 if __name__ == "__main__":

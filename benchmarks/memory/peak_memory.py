@@ -1,14 +1,14 @@
-"""Peak memory of a rank in training steps: what torch allocated in CPU processes, beside what the
-simulator predicts.
+"""Peak memory of a rank in training steps: torch's allocations in CPU processes, compared with the
+simulator.
 
-One document over all ranks, dealt head and tail; float32, or FSDP2's mixed precision. Counted is
-every allocation and release of torch's CPU allocator, which the profiler sees: parameters,
-gradients, the optimizer, what autograd saves, buffers of messages, and what operations need inside.
-It is what `torch.cuda.max_memory_allocated` counts on a GPU. The resident size of a process counts
-more: libraries, and freed memory that the C library keeps.
+One document lies on all ranks, dealt head and tail, in float32 or FSDP2's mixed precision. Every
+allocation and release of torch's CPU allocator that the profiler sees is counted: parameters,
+gradients, the optimizer, tensors that autograd saves, message buffers, and temporary tensors of
+operations. On a GPU, `torch.cuda.max_memory_allocated` counts the same. The resident size of a
+process also includes libraries, and freed memory that the C library keeps.
 
-A CPU has no second memory: what offloading moves to the host goes to numpy arrays here, which torch
-does not count, and which are counted beside.
+A CPU has no second memory, so offloading copies to numpy arrays here. torch does not count them;
+the script counts them separately.
 
     python benchmarks/memory/peak_memory.py --json
 """
@@ -37,28 +37,28 @@ from transformers import LlamaForCausalLM, modeling_utils
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from batches import share_of
+from batches import make_share
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import CostModel
-from models import llama_config
-from processes import gather, on_ranks
-from script import add_option, make_parser, print_table, put_out
+from models import make_llama_config
+from processes import gather, run_on_ranks
+from script import add_option, make_parser, output_result, print_table
 from simulator.hardware import find_hardware
 from simulator.model_shape import ModelShape
 from simulator.predict import predict_step
 from simulator.setting import Setting
 from simulator.strategies import find_strategy
 
-# Tokens of which TRL's loss has logits at a time; 4,096 as TRL ships it, which is more than a rank
-# has here.
+# Tokens whose logits TRL's loss holds at a time. TRL's default of 4,096 is more than a rank has
+# here.
 CHUNK = 64
 SHAPE = ModelShape("tiny", 256, 4, 4, 2, 64, 896, 4096)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
+    """The trained model, and the way it is trained."""
 
     name: str
     ranks: int
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model; a narrow one has little but attention, with a key/value head for each
+        """Sizes of the model; a narrow one has little but attention, with a key/value head per
         query head.
         """
         return (
@@ -81,7 +81,7 @@ class Case:
         )
 
     def setting(self) -> Setting:
-        """The same for the simulator."""
+        """Make the simulator's setting of this case."""
         hardware = replace(find_hardware("h100"), element_bytes=2 if self.mixed else 4)
         setting = Setting(
             self.shape,
@@ -116,16 +116,14 @@ CASES = (
 
 
 class Host:
-    """Hooks for saved tensors that keep them in numpy arrays, and the most bytes of these at a
-    time.
-    """
+    """Hooks that keep saved tensors in numpy arrays, and the peak bytes of these arrays."""
 
     def __init__(self) -> None:
         self.bytes = self.most = 0
 
     @contextmanager
     def keeping(self, **_: Any) -> Iterator[None]:
-        """In place of `save_on_cpu`."""
+        """Replace `save_on_cpu` inside the block."""
 
         def pack(tensor: torch.Tensor) -> _Packed:
             return _Packed(self, tensor)
@@ -149,10 +147,10 @@ class _Packed:
 
 
 def settle(name: str) -> None:
-    """Let gloo's threads release what a collective of this name of torch.distributed used, before
-    the main thread does.
+    """Wrap a collective of torch.distributed so that gloo's threads release its tensors before the
+    main thread does.
 
-    The profiler counts releases of the main thread only: else some buffers would seem to stay.
+    The profiler sees only releases of the main thread; otherwise some buffers would seem to stay.
     """
     collective = getattr(dist, name)
 
@@ -166,11 +164,9 @@ def settle(name: str) -> None:
 
 
 def train(case: Case, rank: int, host: Host) -> None:
-    """Two steps: gradients, and the optimizer's state since the first, are there as in any later
-    step.
-    """
+    """Train two steps: the second has gradients and an optimizer's state, as later ones do."""
     shape = case.shape
-    config = llama_config(
+    config = make_llama_config(
         (shape.hidden, shape.feed_forward, shape.layers),
         (shape.query_heads, shape.key_value_heads),
         shape.vocabulary,
@@ -200,7 +196,7 @@ def train(case: Case, rank: int, host: Host) -> None:
     length = case.ranks * case.tokens
     documents = [torch.arange(length) % shape.vocabulary]
     dealing = Dealing(case.ranks, case.tokens, costs, settings)
-    share = share_of(documents, dealing.make_share(np.array([length]), (0, 0), rank))
+    share = make_share(documents, dealing.make_share(np.array([length]), (0, 0), rank))
     chunked = {"fused_lm_head": True} if case.chunked else {}
     for _ in range(2):
         model(**share, **chunked, use_cache=False, num_items_in_batch=length).loss.backward()
@@ -208,8 +204,8 @@ def train(case: Case, rank: int, host: Host) -> None:
         optimizer.zero_grad()
 
 
-def allocated(profiled: profile) -> list[int]:
-    """Bytes that torch has, after each of its allocations and releases on this CPU."""
+def list_allocated(profiled: profile) -> list[int]:
+    """List the bytes that torch holds after each of its allocations and releases on this CPU."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(trace))
@@ -224,20 +220,20 @@ def allocated(profiled: profile) -> list[int]:
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """Peaks of the fullest rank in a case."""
+    """Measure the peaks of the fullest rank in a case."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     host = Host()
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         settle(name)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         train(arguments.case, rank, host)
-    peaks = gather((max(allocated(profiled)), host.most))
+    peaks = gather((max(list_allocated(profiled)), host.most))
     device, moved = (float(max(values)) for values in zip(*peaks, strict=True))
     return {"device": device, "host": moved}
 
 
-def predicted(case: Case) -> dict[str, Any]:
-    """The same figures from the simulator, and the terms of the first."""
+def predict_case(case: Case) -> dict[str, Any]:
+    """Predict the same figures with the simulator, and the terms of the device peak."""
     step = predict_step(
         case.setting(), [np.array([case.ranks * case.tokens])], find_strategy("dealt")
     )
@@ -246,9 +242,9 @@ def predicted(case: Case) -> dict[str, Any]:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """Measured and predicted figures of a case."""
-    measured = on_ranks(measure, case.ranks, argparse.Namespace(case=case))
-    expected = predicted(case)
+    """Measure and predict the figures of a case."""
+    measured = run_on_ranks(measure, case.ranks, argparse.Namespace(case=case))
+    expected = predict_case(case)
     return {
         "case": asdict(case),
         "measured": measured,
@@ -272,10 +268,10 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add_option(parser, "--cases", list(range(len(CASES))), "numbers of cases, from 0")
+    add_option(parser, "--cases", list(range(len(CASES))), "indices of cases, from 0")
     arguments = parser.parse_args()
     cases = [compare(CASES[number]) for number in arguments.cases]
-    put_out(arguments, {"cases": cases}, show)
+    output_result(arguments, {"cases": cases}, show)
 
 
 if __name__ == "__main__":

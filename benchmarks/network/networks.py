@@ -1,16 +1,17 @@
-"""Seconds of a training step on two nodes with a slow cable: one level of links, and nodes first.
+"""Seconds of a training step on two nodes with a slow cable: plans that know one level of links,
+and plans that know nodes.
 
-Four processes are two nodes of two: network namespaces with a cable that Linux slows down
-(`nodes.py`, with root's rights). Messages are real, through gloo and TCP. Batches are drawn from a
-distribution whose lengths are divided so that its longest document is as long as a rank. They lie
-on ranks in order, each document whole, or dealt; plans know one rate, that of the cable, or nodes.
-All ways train on the same documents.
+Four processes are two nodes of two ranks: network namespaces with a cable that Linux slows down
+(`nodes.py`, needs root). Messages are real and travel by gloo over TCP. Batches are drawn from a
+distribution, with lengths divided so that the longest document is as long as a rank. Documents lie
+on the ranks in order, each on one rank, or are dealt. Plans know either one rate, that of the
+cable, or nodes. All ways train on the same documents.
 
-Kernels sleep for as long as the cost model says (`timed_kernels.py`), so that every rank has a
-processor to itself for its attention, and `--slower` than a CPU, to outweigh the rest of a step.
-With `--kernel real` they compute, and need a core for each process: where four share two, a rank
-that waits costs nothing. Ways take turns within each round; the seconds of a round are the mean of
-its batches, and the figures are medians over rounds.
+Kernels sleep for as long as the cost model predicts (`timed_kernels.py`), so that every rank seems
+to have a processor to itself for attention. `--slower` makes them slower than a CPU, to outweigh
+the rest of a step. With `--kernel real` they compute and need a core for each process: where four
+processes share two cores, a rank that waits costs nothing. Ways take turns within each round. The
+seconds of a round are the mean over its batches, and figures are medians over rounds.
 
     python benchmarks/network/networks.py --json
 """
@@ -37,38 +38,38 @@ import torch.distributed as dist
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from batches import share_of
+from batches import make_share
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.cost import CostModel
 from hf_distca.tools.cli.lengths import open_documents
-from models import model_of
-from nodes import CABLE, inside, set_rate, two_nodes
+from models import make_model
+from nodes import CABLE, set_rate, two_nodes, wrap_command
 from processes import (
     add_model_options,
     add_rounds,
-    be_rank,
-    in_turns,
-    median_ratio,
+    compute_median_ratio,
+    iterate_rounds,
+    order_modes,
     read_result,
-    rounds,
+    run_rank,
 )
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 from timed_kernels import make_slower, timed_kernels
 
 RANKS, PER_NODE = 4, 2
-INSIDE = 1e9  # bytes per second of a rank inside its node that plans count on
+INSIDE = 1e9  # bytes per second inside a node, as plans assume
 HIDDEN = 64
 LONGEST = 2**16  # tokens of the distribution's longest document
-SENT = Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")  # by this node
+SENT = Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")  # of this node
 
-Key = tuple[float, str]  # megabytes per second of the cable, and name of the way
+Key = tuple[float, str]  # MB/s of the cable, and name of the way
 Step = tuple[float, float, float, torch.Tensor]  # seconds, megabytes between nodes, loss, gradient
 
 
 class Way(NamedTuple):
-    """Where documents lie, and what plans know and may do."""
+    """Where documents lie, and which links plans know."""
 
     placement: str
     nodes: bool = False
@@ -85,14 +86,16 @@ WAYS = {
 }
 
 
-def cost_of(heads: int, slower: float, cable: float, *, nodes: bool) -> CostModel:
-    """The figures of a slow CPU, in float32, with a cable of so many bytes per second."""
+def make_cost(heads: int, slower: float, cable: float, *, nodes: bool) -> CostModel:
+    """Make the cost model of a slow CPU in float32, with a cable of `cable` bytes per second."""
     model = replace(make_slower(heads, flop=slower), exchange_bytes_per_second=cable / PER_NODE)
     return replace(model, node_bytes_per_second=INSIDE, ranks_per_link=PER_NODE) if nodes else model
 
 
-def lengths_of(text: str, tokens: int, seed: int) -> np.ndarray:
-    """Tokens of the documents of a batch, in order; where a rank ends, one is cut in two."""
+def draw_lengths(text: str, tokens: int, seed: int) -> np.ndarray:
+    """Draw the document lengths of a batch, in order. A document that crosses the end of a rank is
+    cut in two.
+    """
     documents = replace(open_documents(text, "input_ids", LONGEST), seed=seed)
     drawn = next(documents.draw_batches(RANKS * LONGEST, 1))
     ends = np.concatenate([np.cumsum(drawn) * tokens // LONGEST, np.arange(1, RANKS) * tokens])
@@ -104,15 +107,15 @@ class Steps:
 
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self.rank, self.arguments = rank, arguments
-        self.model = model_of(arguments, "distca", HIDDEN)
+        self.model = make_model(arguments, "distca", HIDDEN)
         self.keys = list_layer_keys(self.model.module, None, "cpu")
         seeds = range(arguments.batches)
-        self.batches = [lengths_of(arguments.documents, arguments.tokens, seed) for seed in seeds]
+        self.batches = [draw_lengths(arguments.documents, arguments.tokens, seed) for seed in seeds]
 
     def dealing(self, way: Way, cable: float) -> Dealing:
-        """How batches are placed and planned, which the session is set to."""
+        """Make the dealing of a way, and configure the session for it."""
         given, session = self.arguments, current_session()
-        cost = cost_of(given.heads, given.slower, cable, nodes=way.nodes)
+        cost = make_cost(given.heads, given.slower, cable, nodes=way.nodes)
         config = hf_distca.DistCAConfig(way.balanced, cost_model=cost, ping_pong=given.ping_pong)
         session.config, costs = config, {key: make_initial_cost(key, config) for key in self.keys}
         for key, cost in costs.items():
@@ -124,9 +127,9 @@ class Steps:
         """Time a step, from one barrier of all ranks to the next.
 
         Args:
-            way: of placing and planning.
+            way: how documents are placed and planned.
             cable: bytes per second.
-            number: of the batch.
+            number: index of the batch.
             timed: whether kernels sleep instead of computing.
 
         Returns:
@@ -136,7 +139,7 @@ class Steps:
         share = dealing.make_share(lengths, (0, number), self.rank)
         generator = torch.Generator().manual_seed(number)
         texts = [torch.randint(0, 512, (n,), generator=generator) for n in lengths.tolist()]
-        batch, targets = share_of(texts, share), int((lengths - 1).sum())
+        batch, targets = make_share(texts, share), int((lengths - 1).sum())
         dist.barrier()
         before, started = int(SENT.read_text()), time.perf_counter()
         with timed_kernels(dealing.costs[self.keys[0]]) if timed else nullcontext():
@@ -154,7 +157,7 @@ class Steps:
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of all ways."""
+    """Measure all ways at all rates."""
     timed = arguments.kernel == "timed"
     steps, keys = Steps(arguments, rank), list(itertools.product(arguments.rates, WAYS))
 
@@ -163,22 +166,24 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
 
     exact = {key: step(key)[2:] for key in keys}
     taken: dict[Key, list[Any]] = {key: [] for key in keys}
-    for round_ in rounds(rank, arguments.rounds):
-        for rate in in_turns(arguments.rates, round_):
+    for round_ in iterate_rounds(rank, arguments.rounds):
+        for rate in order_modes(arguments.rates, round_):
             if rank == 0:
                 set_rate(arguments.nodes, rate * 1e6)
-            for name in in_turns(WAYS, round_):
+            for name in order_modes(WAYS, round_):
                 done = [step((rate, name), n, timed)[:2] for n in range(arguments.batches)]
                 taken[rate, name].append(np.mean(done, axis=0).tolist())
     documents = [batch.tolist() for batch in steps.batches]
-    return {"documents_of_batches": documents, "rates": figures(taken, exact)}
+    return {"documents_of_batches": documents, "rates": compute_figures(taken, exact)}
 
 
-def figures(taken: dict[Key, list[Any]], exact: dict[Key, Any]) -> dict[str, dict[str, Any]]:
-    """By rate and way: seconds, megabytes between nodes, and how losses and gradients differ.
+def compute_figures(
+    taken: dict[Key, list[Any]], exact: dict[Key, Any]
+) -> dict[str, dict[str, Any]]:
+    """Compute seconds, megabytes between nodes, and differences of loss and gradients.
 
     Args:
-        taken: seconds and megabytes of each round.
+        taken: mean seconds and megabytes of each round.
         exact: loss and gradient of a step whose kernels compute.
     """
     rows: dict[str, dict[str, Any]] = {}
@@ -190,26 +195,26 @@ def figures(taken: dict[Key, list[Any]], exact: dict[Key, Any]) -> dict[str, dic
             "seconds": seconds[rate, name],
             "median_seconds": statistics.median(seconds[rate, name]),
             "megabytes_between": statistics.median(sent for _, sent in done),
-            "to_unbalanced": median_ratio(seconds[rate, name], seconds[rate, UNBALANCED]),
-            "to_one_level": median_ratio(seconds[rate, name], seconds[rate, one_level]),
+            "to_unbalanced": compute_median_ratio(seconds[rate, name], seconds[rate, UNBALANCED]),
+            "to_one_level": compute_median_ratio(seconds[rate, name], seconds[rate, one_level]),
             "loss_difference": abs(loss - plain_loss) / plain_loss,
             "gradient_difference": float((gradient - plain).abs().max() / plain.abs().max()),
         }
     return rows
 
 
-def on_nodes(words: list[str]) -> dict[str, Any]:
-    """What ranks find that are started on both nodes, with this script and these words."""
+def run_on_nodes(words: list[str]) -> dict[str, Any]:
+    """Run this script with these words on both nodes, and return the result of the ranks."""
     with tempfile.TemporaryDirectory() as folder, two_nodes() as names:
         script = [sys.executable, __file__, *words, "--folder", folder, "--nodes", *names]
         common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE}
         running = []
         for rank in range(RANKS):
             node = rank // PER_NODE
-            # As torchrun would.
+            # The variables that torchrun sets.
             place = {"RANK": rank, "GROUP_RANK": node, "LOCAL_WORLD_SIZE": PER_NODE}
             variables = os.environ | common | {name: str(value) for name, value in place.items()}
-            running.append(subprocess.Popen(inside(names[node], script), env=variables))
+            running.append(subprocess.Popen(wrap_command(names[node], script), env=variables))
         ended = [process.wait() for process in running]
         if any(ended):
             raise SystemExit(f"ranks ended with {ended}: see above.")
@@ -233,23 +238,30 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_model_options(parser, tokens=2048, layers=2, heads=8)
     add_rounds(parser)
-    add_option(parser, "--rates", [20.0, 40.0, 80.0], "MB/s of the cable")
+    add_option(parser, "--rates", [20.0, 40.0, 80.0], "rates of the cable, in MB/s")
     add_option(parser, "--documents", "prolong", "distribution to draw batches from")
     add_option(parser, "--batches", 3, "batches of a round")
-    parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above")
-    add_option(parser, "--slower", 10.0, "times the built-in figures of a CPU that a kernel takes")
-    parser.add_argument("--ping-pong", action="store_true", help="layers in two nano-batches")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for ranks
+    parser.add_argument(
+        "--kernel",
+        choices=["timed", "real"],
+        default="timed",
+        help="timed kernels sleep, real ones compute",
+    )
+    add_option(parser, "--slower", 10.0, "slowdown of timed kernels relative to a CPU")
+    parser.add_argument("--ping-pong", action="store_true", help="run layers in two nano-batches")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # only for rank processes
     parser.add_argument("--nodes", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
-        be_rank(int(os.environ["RANK"]), measure, RANKS, arguments, arguments.folder)
+        run_rank(int(os.environ["RANK"]), measure, RANKS, arguments, arguments.folder)
         return
     try:
-        result = on_nodes(sys.argv[1:])
+        result = run_on_nodes(sys.argv[1:])
     except RuntimeError as error:
         parser.error(str(error))
-    put_out(arguments, result, show, ranks=RANKS, per_node=PER_NODE, inside=INSIDE, hidden=HIDDEN)
+    output_result(
+        arguments, result, show, ranks=RANKS, per_node=PER_NODE, inside=INSIDE, hidden=HIDDEN
+    )
 
 
 if __name__ == "__main__":

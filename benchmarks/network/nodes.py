@@ -1,7 +1,7 @@
-"""Two nodes on one machine: network namespaces with a cable between them, as slow as is asked for.
+"""Two nodes on one machine: network namespaces with a cable of any rate between them.
 
-Linux does it (https://man7.org/linux/man-pages/man8/tc-tbf.8.html). It takes root's rights and the
-commands ip and tc.
+Linux limits the rate (https://man7.org/linux/man-pages/man8/tc-tbf.8.html), which needs root and
+the commands ip and tc.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CABLE = "eth0"
-_WAITING = "250ms"  # of bytes that wait for the cable; TCP slows down where there is no room
-_BURST = 1 << 18  # bytes that go at once; the cable carries fewer in a tick of the clock
+_WAITING = "250ms"  # that bytes may wait for the cable; TCP slows down when the queue is full
+_BURST = 1 << 18  # bytes that pass at once: more than the cable carries in a tick of the clock
 
 
 @contextmanager
 def two_nodes() -> Iterator[list[str]]:
-    """Make two nodes with a cable that is not slow.
+    """Make two nodes with a cable of unlimited rate.
 
     Yields:
-        Their names, which `inside` and `set_rate` take. What runs there has ended before this does.
+        The names of both nodes, for `wrap_command` and `set_rate`. Processes on them must end
+            first.
 
     Raises:
-        RuntimeError: if this machine has no namespaces, or this user may not make any.
+        RuntimeError: if this machine has no namespaces, or this user may not make them.
     """
     names, made = [f"distca-nodes-{os.getpid()}-{node}" for node in range(2)], []
     try:
@@ -45,13 +46,13 @@ def two_nodes() -> Iterator[list[str]]:
             _run("ip", "netns", "delete", name)
 
 
-def inside(name: str, words: list[str]) -> list[str]:
-    """What runs a command on a node."""
+def wrap_command(name: str, words: list[str]) -> list[str]:
+    """Return the command that runs `words` on a node."""
     return ["ip", "netns", "exec", name, *words]
 
 
 def set_rate(names: list[str], rate: float) -> None:
-    """Let the cable carry so many bytes per second in each direction."""
+    """Limit the cable to `rate` bytes per second in each direction."""
     for name in names:
         shape = f"rate {8 * rate:.0f} burst {_BURST} latency {_WAITING}"
         _run(*f"tc -n {name} qdisc replace dev {CABLE} root tbf {shape}".split())

@@ -1,15 +1,15 @@
-"""Seconds of a training step while every exchange takes longer: layers whole, in ping-pong, and
-without communication.
+"""Seconds of a training step by the latency of exchanges: whole layers, ping-pong, and no
+communication.
 
-Two processes with one thread each hold equally many tokens: one long document against eight short
-ones. A message arrives no earlier than the injected latency after its launch. "no communication"
-computes the same tasks on rows that were never sent (its numbers mean nothing, its time does).
-Modes take turns within each round; the figures are medians over rounds.
+Two processes with one thread each hold equally many tokens: one long document on one rank, eight
+short ones on the other. A message arrives no earlier than the added latency after its launch. "no
+communication" computes the same tasks on rows that were never sent: only its seconds mean anything.
+Modes take turns within each round, and figures are medians over rounds.
 
     python benchmarks/network/overlap.py --json
 
-With `--stages`, the processes are two stages of a pipeline, and the documents are those of its four
-micro-batches, in turn.
+With `--stages`, the processes are two stages of a pipeline. Its four micro-batches alternate
+between one long document and eight short ones.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torch.nn.functional import cross_entropy
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from batches import batch_of, one_against_eight
+from batches import choose_lengths, make_batch
 from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.runtime.channel import Channel
-from models import model_of, plain_model_of
-from processes import add_model_options, add_rounds, median_ratio, on_ranks, take_turns
-from script import add_option, make_parser, print_table, put_out
+from models import make_model, make_plain_model
+from processes import add_model_options, add_rounds, compute_median_ratio, run_on_ranks, take_turns
+from script import add_option, make_parser, output_result, print_table
 from slow_network import late_messages
 
 RANKS = 2
@@ -59,10 +59,10 @@ def never_send(channel: Channel, received: torch.Tensor, *_: Any) -> Never:
     return Never()
 
 
-def data_parallel(arguments: argparse.Namespace, rank: int) -> Callable[[], None]:
-    """What runs a step of one rank, whose tokens are one long document or eight short ones."""
-    model = model_of(arguments, "distca")
-    batch = batch_of(one_against_eight(arguments.tokens, rank), rank)
+def make_data_parallel(arguments: argparse.Namespace, rank: int) -> Callable[[], None]:
+    """Make the function that runs a step of a rank with one long document or eight short ones."""
+    model = make_model(arguments, "distca")
+    batch = make_batch(choose_lengths(arguments.tokens, rank), rank)
 
     def run() -> None:
         model(**dict(batch), use_cache=False).loss.backward()
@@ -71,17 +71,17 @@ def data_parallel(arguments: argparse.Namespace, rank: int) -> Callable[[], None
     return run
 
 
-def staged(arguments: argparse.Namespace, _rank: int) -> Callable[[], None]:
-    """What runs a step of one stage."""
+def make_staged(arguments: argparse.Namespace, _rank: int) -> Callable[[], None]:
+    """Make the function that runs a step of a pipeline stage."""
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
-    stage = split(plain_model_of(arguments, "distca"), mesh)
+    stage = split(make_plain_model(arguments, "distca"), mesh)
     schedule = Schedule(
         stage,
         MICRO_BATCHES,
         lambda logits, targets: cross_entropy(logits.flatten(0, 1), targets.flatten()),
     )
     batches = [
-        batch_of(one_against_eight(arguments.tokens, number % 2), number)
+        make_batch(choose_lengths(arguments.tokens, number % 2), number)
         for number in range(MICRO_BATCHES)
     ]
     ids, positions = (
@@ -96,7 +96,7 @@ def staged(arguments: argparse.Namespace, _rank: int) -> Callable[[], None]:
 
 
 def step(run: Callable[[], None], key: tuple[str, int]) -> float:
-    """Seconds until all ranks are done, in a mode with so many milliseconds an exchange."""
+    """Run a step of a mode and latency; return the seconds until all ranks are done."""
     mode, latency = key
     session = current_session()
     session.config = hf_distca.DistCAConfig(
@@ -116,19 +116,19 @@ def step(run: Callable[[], None], key: tuple[str, int]) -> float:
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians over rounds, and ratios within rounds to the step without communication."""
-    run = (staged if arguments.stages else data_parallel)(arguments, rank)
+    """Compute medians over rounds, and ratios within rounds to no communication."""
+    run = (make_staged if arguments.stages else make_data_parallel)(arguments, rank)
     for mode in MODES:
-        step(run, (mode, 0))  # the first steps pay for buffers and caches
+        step(run, (mode, 0))  # the first steps allocate buffers and fill caches
     keys = [(mode, ms) for ms in arguments.latencies for mode in MODES if mode != FREE or not ms]
     taken = take_turns(keys, partial(step, run), rank, arguments.rounds)
     free = taken[FREE, 0]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for (mode, ms), seconds in taken.items():
         figures = {"seconds": seconds, "median_seconds": statistics.median(seconds)}
-        figures["to_no_communication"] = median_ratio(seconds, free)
+        figures["to_no_communication"] = compute_median_ratio(seconds, free)
         if mode == "ping-pong":
-            figures["to_single_stream"] = median_ratio(seconds, taken["single-stream", ms])
+            figures["to_single_stream"] = compute_median_ratio(seconds, taken["single-stream", ms])
         found.setdefault(mode, {})[str(ms)] = figures
     return {"modes": found}
 
@@ -164,7 +164,7 @@ def main() -> None:
             f"--latencies {arguments.latencies} must begin with 0, which the others are compared"
             " with"
         )
-    put_out(arguments, on_ranks(measure, RANKS, arguments), show, ranks=RANKS)
+    output_result(arguments, run_on_ranks(measure, RANKS, arguments), show, ranks=RANKS)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Write the placements of this folder: made-up document lengths with a long tail, dealt to ranks in
-the order they were drawn.
+"""Writes the placements of this folder: made-up document lengths with a long tail, dealt to ranks
+in the order in which they were drawn.
 
 python benchmarks/placements/make.py
 """
@@ -18,15 +18,15 @@ RANKS = (8, 64, 512)
 TOKENS_PER_RANK = 65536
 SEED = 0
 
-# Mean and standard deviation of the logarithm of a length in tokens. README.md says what they were
-# fitted to.
+# Mean and standard deviation of the logarithm of a length in tokens. README.md names the data that
+# they fit.
 SHORT, LONG = (7.747, 0.998), (10.128, 0.885)
 BOUNDARY, LONGEST = 8192, 131072  # tokens
 LONG_SHARE = 0.0237  # of the documents
 
 
-def documents(generator: np.random.Generator) -> Iterator[int]:
-    """Lengths of documents without end: most of them short, a few long."""
+def draw_documents(generator: np.random.Generator) -> Iterator[int]:
+    """Draw document lengths without end: most short, a few long."""
     while True:
         long = generator.random() < LONG_SHARE
         low, high = (BOUNDARY, LONGEST) if long else (0, BOUNDARY)
@@ -37,8 +37,8 @@ def documents(generator: np.random.Generator) -> Iterator[int]:
 
 
 def deal(ranks: int, lengths: Iterator[int]) -> list[list[int]]:
-    """Documents one after another, cut wherever a rank is full. What follows a cut is a document of
-    its own.
+    """Assign documents to ranks in order, cut wherever a rank is full. The rest after a cut is a
+    separate document.
     """
     dealt: list[list[int]] = []
     rest = 0
@@ -58,13 +58,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--out", type=Path, default=FOLDER, help="folder of the files (default: beside this script)"
+        "--out",
+        type=Path,
+        default=FOLDER,
+        help="folder of the files (default: next to this script)",
     )
     folder = parser.parse_args().out
     folder.mkdir(parents=True, exist_ok=True)
     for ranks in RANKS:
         path = folder / f"long_tail_{ranks}_ranks.json"
-        lengths = deal(ranks, documents(np.random.default_rng((SEED, ranks))))
+        lengths = deal(ranks, draw_documents(np.random.default_rng((SEED, ranks))))
         path.write_text(
             json.dumps({"lengths": lengths}, separators=(",", ":")) + "\n", encoding="utf-8"
         )

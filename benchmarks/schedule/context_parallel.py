@@ -1,20 +1,21 @@
 r"""One global batch of documents under data parallelism, dealt by hf-distca, and cut by context
-parallelism and Ulysses.
+parallelism and by Ulysses.
 
     python benchmarks/schedule/context_parallel.py --json \
         --placement benchmarks/placements/long_tail_8_ranks.json
 
-Counted, not measured: tokens of a rank, attention of the slowest rank, and the bytes that the
-busiest rank sends for a layer, forward and backward, for Llama-3-8B in bf16. All ranks of the
-placement are one context-parallel group.
+Figures are counted, not measured: tokens of a rank, attention of the slowest rank, and the bytes
+that the busiest rank sends per layer, forward and backward, for Llama-3-8B in bf16. All ranks of
+the placement are one context-parallel group.
 
 - Context parallelism is that of accelerate 1.15 (torch's `context_parallel`): the packed batch is
-  one sequence, and each rank holds a head and a tail chunk of it. The mask is dropped, so documents
-  attend to those before them: pairs of the whole sequence. Keys and values of all ranks come to
-  each, in forward and again in backward, where their gradients travel as well.
+  one sequence, and each rank holds a head chunk and a tail chunk. There is no document mask, so
+  documents attend to those before them: pairs of the whole sequence count. Every rank receives the
+  keys and values of all ranks, in forward and again in backward, which also exchanges their
+  gradients.
 - Ulysses is that of accelerate 1.15 with DeepSpeed: q, k, v and outputs of all tokens change ranks,
-  in forward and, as gradients, in backward; each rank computes some heads of all documents. Ranks
-  must divide the query heads.
+  in forward and, as gradients, in backward. Each rank computes some heads of all documents. The
+  number of ranks must divide the query heads.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from hf_distca.schedule.deal import deal
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from placed import CUDA, LLAMA_3_8B, lengths_of
-from script import make_parser, print_table, put_out
+from placed import CUDA, LLAMA_3_8B, list_lengths
+from script import make_parser, output_result, print_table
 
 SERIAL = DistCAConfig()
 
 
-def of_plan(plan: Plan, lengths: np.ndarray) -> dict[str, Any]:
-    """Figures of a plan of ours."""
+def measure_plan(plan: Plan, lengths: np.ndarray) -> dict[str, Any]:
+    """Compute the figures of a plan of hf-distca."""
     load = PlanLoad(plan, CUDA)
     return {
         "tokens_of_the_fullest_rank": int(plan.layout.query_tokens.max()),
         "attention_of_the_slowest": float(
-            load.pairs.max() / (pairs(lengths) / plan.layout.world_size)
+            load.pairs.max() / (count_pairs(lengths) / plan.layout.world_size)
         ),
         "gigabytes_of_the_busiest": float(load.exchange_bytes[0].max() / 1e9),
     }
 
 
-def pairs(lengths: np.ndarray) -> float:
-    """Query-key pairs of causal attention within documents."""
+def count_pairs(lengths: np.ndarray) -> float:
+    """Count the query-key pairs of causal attention within documents."""
     return float((lengths * (lengths + 1.0) / 2).sum())
 
 
-def context_parallel(lengths: np.ndarray, ranks: int) -> dict[str, Any]:
-    """The packed batch as one sequence, without a mask of documents."""
+def measure_context_parallel(lengths: np.ndarray, ranks: int) -> dict[str, Any]:
+    """Compute the figures of the packed batch as one sequence without a document mask."""
     tokens = int(lengths.sum())
     from_others = tokens // ranks * (ranks - 1)
     key_bytes = (
@@ -68,18 +69,18 @@ def context_parallel(lengths: np.ndarray, ranks: int) -> dict[str, Any]:
     )
     return {
         "tokens_of_the_fullest_rank": tokens // ranks,
-        "attention_of_the_slowest": pairs(np.array([tokens])) / pairs(lengths),
-        # k, v; again k, v; and their gradients.
+        "attention_of_the_slowest": count_pairs(np.array([tokens])) / count_pairs(lengths),
+        # Keys and values in forward, again in backward, and their gradients.
         "gigabytes_of_the_busiest": 3 * from_others * key_bytes / 1e9,
     }
 
 
-def ulysses(lengths: np.ndarray, ranks: int) -> dict[str, Any] | None:
-    """Heads instead of tokens inside attention; None if ranks do not divide them."""
+def measure_ulysses(lengths: np.ndarray, ranks: int) -> dict[str, Any] | None:
+    """Compute the figures of Ulysses; None if the number of ranks does not divide the heads."""
     if LLAMA_3_8B.query_heads % ranks:
         return None
     tokens = int(lengths.sum()) // ranks
-    # K and v are repeated for more ranks.
+    # k and v are repeated if there are more ranks than heads.
     heads = 2 * LLAMA_3_8B.query_heads + 2 * max(LLAMA_3_8B.key_value_heads, ranks)
     moved = tokens * (ranks - 1) / ranks * heads * LLAMA_3_8B.head_dim * LLAMA_3_8B.element_bytes
     return {
@@ -91,14 +92,14 @@ def ulysses(lengths: np.ndarray, ranks: int) -> dict[str, Any] | None:
 
 def measure(path: Path) -> dict[str, Any]:
     given = read_placement(path)
-    lengths, ranks = np.array(lengths_of(given)), given.world_size
+    lengths, ranks = np.array(list_lengths(given)), given.world_size
     layout = deal(lengths, ranks, int(lengths.sum()) // ranks, CUDA)
     ways: dict[str, Callable[[], dict[str, Any] | None]] = {
-        "data parallel, as given": lambda: of_plan(Plan.make_local(given), lengths),
-        "hf-distca, as given": lambda: of_plan(balance(given, CUDA, SERIAL), lengths),
-        "hf-distca, dealt": lambda: of_plan(balance(layout, CUDA, SERIAL), lengths),
-        "context parallel": lambda: context_parallel(lengths, ranks),
-        "Ulysses": lambda: ulysses(lengths, ranks),
+        "data parallel, as given": lambda: measure_plan(Plan.make_local(given), lengths),
+        "hf-distca, as given": lambda: measure_plan(balance(given, CUDA, SERIAL), lengths),
+        "hf-distca, dealt": lambda: measure_plan(balance(layout, CUDA, SERIAL), lengths),
+        "context parallel": lambda: measure_context_parallel(lengths, ranks),
+        "Ulysses": lambda: measure_ulysses(lengths, ranks),
     }
     return {
         "placement": path.stem,
@@ -131,7 +132,7 @@ def main() -> None:
     text = "a placement in JSON, as hf-distca plan reads it"
     parser.add_argument("--placement", type=Path, required=True, help=text)
     arguments = parser.parse_args()
-    put_out(arguments, measure(arguments.placement), show)
+    output_result(arguments, measure(arguments.placement), show)
 
 
 if __name__ == "__main__":

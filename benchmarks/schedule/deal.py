@@ -1,15 +1,16 @@
-"""Documents of real placements, dealt: tokens, slowest rank and bytes, and those of other ways to
-place them.
+"""Real placements after dealing: tokens, slowest rank and bytes, compared with other ways to place
+the same documents.
 
     python benchmarks/schedule/deal.py --placements data/workloads --json results.json
 
-A placement is a JSON file as `hf-distca plan` reads it; only the lengths of its documents are
-dealt. The figures are those of the built-in cuda cost model for Llama-3-8B in bf16: the slowest
-rank by the mean compute of all ranks, for compute plus exchange, and for the longer of both
-(overlapped, each nano-batch of ping-pong dealt by itself; of both halves, the sum). The other ways
-are the placement as given, whole documents on ranks by longest first (tokens then differ), and
-every document head and tail over all ranks. A file ``workloads_reference.json`` next to the folder
-adds the published planner's balance of causal pairs. Ends with 1 if a figure misses its limit.
+A placement is a JSON file that `hf-distca plan` reads; only its document lengths are dealt. Figures
+are those of the built-in cuda cost model for Llama-3-8B in bf16: the slowest rank divided by the
+mean compute of all ranks. Serial figures add compute and exchange. Overlapped figures take the
+longer of both, for separately dealt nano-batches of ping-pong, summed over both halves. The other
+ways are the placement as given, whole documents on ranks (longest first, with unequal tokens), and
+every document cut head and tail over all ranks. A file ``workloads_reference.json`` next to the
+folder adds the balance of causal pairs of a published planner. Exits with status 1 if a figure
+misses its limit.
 """
 
 from __future__ import annotations
@@ -35,23 +36,22 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from placed import CUDA, add_placements, lengths_of, measure_placements, summarize
-from script import add_option, end, make_parser, print_table, put_out
+from placed import CUDA, add_placements, list_lengths, measure_placements, summarize
+from script import add_option, end, make_parser, output_result, print_table
 
 SERIAL, PING_PONG = DistCAConfig(), DistCAConfig(ping_pong=True)
 WAYS = ("dealt", "given", "given_planned", "whole", "over_all_ranks")
-# What every document over all ranks is made for: with more pieces, planning alone takes minutes.
+# Limit for cutting every document over all ranks: with more pieces, planning alone takes minutes.
 _MOST_PIECES = 2**17
-# Of public placements. Compute plus exchange: median, nine in ten, worst. Overlapped: nine in ten,
-# worst.
+# Limits for public placements.
 LIMITS = {
     "serial": {"median": 1.13, "nine_in_ten": 1.29, "worst": 1.3},
     "overlapped": {"nine_in_ten": 1.02, "worst": 1.02},
 }
-# Of the made-up placements beside this file.
+# Limits for the made-up placements of this repository.
 MADE_UP = Path(__file__).parents[1] / "placements"
 MADE_UP_LIMITS = {"serial": {"median": 1.24, "worst": 1.26}, "overlapped": {"worst": 1.02}}
-# Of batches of real lengths as they come (`--lengths`).
+# Limits for batches of real lengths in their given order (`--lengths`).
 RAW_LIMITS = {
     "serial": {"median": 1.27, "nine_in_ten": 1.5, "worst": 1.65},
     "overlapped": {"nine_in_ten": 1.06, "worst": 1.12},
@@ -59,8 +59,8 @@ RAW_LIMITS = {
 _RAW_BATCHES = ((16, 65536), (64, 65536), (512, 65536), (64, 32768))
 
 
-def whole_documents(lengths: list[int], ranks: int) -> Layout:
-    """Longest first, each to the rank with the least attention so far."""
+def place_whole_documents(lengths: list[int], ranks: int) -> Layout:
+    """Place whole documents, longest first, each on the rank with the least attention so far."""
     seconds = CUDA.estimate_seconds(np.array(lengths), np.array(lengths)).tolist()
     heap = [(0.0, rank) for rank in range(ranks)]
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
@@ -71,10 +71,8 @@ def whole_documents(lengths: list[int], ranks: int) -> Layout:
     return Layout.from_segments(rows)
 
 
-def over_all_ranks(lengths: list[int], ranks: int) -> Layout:
-    """Every document cut in two pieces for each rank, as context parallelism does: head and
-    tail.
-    """
+def cut_over_all_ranks(lengths: list[int], ranks: int) -> Layout:
+    """Cut every document into two pieces for each rank, head and tail, like context parallelism."""
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for document, length in enumerate(lengths):
         cuts = [length * cut // (2 * ranks) for cut in range(2 * ranks + 1)]
@@ -85,7 +83,7 @@ def over_all_ranks(lengths: list[int], ranks: int) -> Layout:
     return Layout.from_segments(rows)
 
 
-def figures(plan: Plan) -> dict[str, float]:
+def compute_figures(plan: Plan) -> dict[str, float]:
     load = PlanLoad(plan, CUDA)
     compute, exchange = load.compute_seconds, load.exchange_seconds
     return {
@@ -97,14 +95,16 @@ def figures(plan: Plan) -> dict[str, float]:
     }
 
 
-def nano_batches(halves: tuple[Layout, Layout]) -> dict[str, float]:
-    """Both halves one after another: the sum of their slowest ranks by the sum of their means."""
+def measure_nano_batches(halves: tuple[Layout, Layout]) -> dict[str, float]:
+    """Compute the figures of both halves in sequence: the sum of their slowest ranks divided by the
+    sum of their means.
+    """
     slowest = mean = worst = 0.0
     for half in halves:
         load = PlanLoad(balance(half, CUDA, PING_PONG), CUDA, overlapped=True)
         slowest += load.slowest_seconds
         mean += float(load.compute_seconds.mean())
-        if load.slowest_seconds:  # a single document leaves the second half empty
+        if load.slowest_seconds:  # with a single document, the second half is empty
             worst = max(worst, load.slowest_seconds / float(load.compute_seconds.mean()))
     tokens = [half.query_tokens for half in halves]
     return {
@@ -115,8 +115,8 @@ def nano_batches(halves: tuple[Layout, Layout]) -> dict[str, float]:
     }
 
 
-def timed(make: Callable[[], Any], repeats: int) -> tuple[Any, float, float]:
-    """The result, and the median seconds and seconds of processor time of making it."""
+def time_making(make: Callable[[], Any], repeats: int) -> tuple[Any, float, float]:
+    """Return the result of `make`, its median seconds and its processor seconds."""
     wall, processor = [], []
     result = None
     for _ in range(repeats):
@@ -127,9 +127,9 @@ def timed(make: Callable[[], Any], repeats: int) -> tuple[Any, float, float]:
     return result, statistics.median(wall), statistics.median(processor)
 
 
-def raw_batches(folder: Path) -> Iterator[tuple[str, list[int], int, int]]:
-    """Names, lengths, ranks and tokens of a rank of batches of each file of lengths, in two orders;
-    the last document is cut.
+def iterate_raw_batches(folder: Path) -> Iterator[tuple[str, list[int], int, int]]:
+    """Yield name, lengths, ranks and tokens per rank of batches from each file of lengths, in two
+    orders; the last document is cut.
     """
     for path in sorted(folder.glob("*.json")):
         lengths = np.array(json.loads(path.read_text(encoding="utf-8")))
@@ -143,27 +143,27 @@ def raw_batches(folder: Path) -> Iterator[tuple[str, list[int], int, int]]:
 
 
 def measure_raw(name: str, lengths: list[int], ranks: int, tokens: int) -> dict[str, Any]:
-    """A batch of raw lengths, dealt."""
+    """Deal and measure a batch of raw lengths."""
     plan = balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
     halves = deal_nano_batches(lengths, ranks, tokens, CUDA)
     return {
         "batch": name,
-        "dealt": figures(plan),
-        "nano_batches": nano_batches(halves),
+        "dealt": compute_figures(plan),
+        "nano_batches": measure_nano_batches(halves),
         "reference": None,
     }
 
 
 def measure(path: Path, repeats: int) -> dict[str, Any]:
     given = read_placement(path)
-    lengths, ranks = lengths_of(given), given.world_size
+    lengths, ranks = list_lengths(given), given.world_size
     tokens = sum(lengths) // ranks
 
     def dealt_and_planned() -> Plan:
         return balance(deal(lengths, ranks, tokens, CUDA), CUDA, SERIAL)
 
-    plan, wall, processor = timed(dealt_and_planned, repeats)
-    halves, halves_wall, halves_processor = timed(
+    plan, wall, processor = time_making(dealt_and_planned, repeats)
+    halves, halves_wall, halves_processor = time_making(
         lambda: deal_nano_batches(lengths, ranks, tokens, CUDA), repeats
     )
     held = set(plan.layout.query_tokens.tolist())
@@ -173,25 +173,25 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
         "tokens_per_rank": tokens,
         "documents": len(lengths),
         "tokens_equal": held == {tokens},
-        "dealt": figures(plan),
-        "nano_batches": nano_batches(halves),
+        "dealt": compute_figures(plan),
+        "nano_batches": measure_nano_batches(halves),
         "seconds": wall,
         "processor_seconds": processor,
         "nano_batches_seconds": halves_wall,
         "nano_batches_processor_seconds": halves_processor,
-        "given": figures(Plan.make_local(given)),
-        "given_planned": figures(balance(given, CUDA, SERIAL)),
-        "whole": figures(balance(whole_documents(lengths, ranks), CUDA, SERIAL)),
+        "given": compute_figures(Plan.make_local(given)),
+        "given_planned": compute_figures(balance(given, CUDA, SERIAL)),
+        "whole": compute_figures(balance(place_whole_documents(lengths, ranks), CUDA, SERIAL)),
         "over_all_ranks": (
-            figures(Plan.make_local(over_all_ranks(lengths, ranks)))
+            compute_figures(Plan.make_local(cut_over_all_ranks(lengths, ranks)))
             if len(lengths) * ranks < _MOST_PIECES
             else None
         ),
     }
 
 
-def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median, nine in ten and worst of each way to place documents."""
+def summarize_ways(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Compute the median, 90th percentile and worst of each way to place documents."""
     columns: dict[str, list[float]] = {}
     for row in results:
         for name in WAYS:
@@ -206,7 +206,7 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {name: summarize(values) for name, values in columns.items()}
 
 
-def missed(
+def list_missed(
     results: list[dict[str, Any]],
     summary: dict[str, dict[str, float]],
     limits: dict[str, dict[str, float]],
@@ -249,8 +249,8 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_placements(parser)
-    add_option(parser, "--repeats", 3, "times dealt; the median time counts")
-    text = "folder of document lengths in JSON, dealt as they come (default: none)"
+    add_option(parser, "--repeats", 3, "repetitions of dealing; the median time counts")
+    text = "folder of document lengths in JSON, dealt in their order (default: none)"
     parser.add_argument("--lengths", type=Path, help=text)
     arguments = parser.parse_args()
     folder: Path = arguments.placements.resolve()
@@ -262,15 +262,15 @@ def main() -> None:
         return {**measure(path, max(arguments.repeats, 1)), "reference": published}
 
     results = measure_placements(parser, folder, measure_one)
-    summary = overview(results)
+    summary = summarize_ways(results)
     limits = MADE_UP_LIMITS if folder == MADE_UP.resolve() else LIMITS
     report = {"limits": limits, "overview": summary, "placements": results}
-    misses = missed(results, summary, limits)
+    misses = list_missed(results, summary, limits)
     if arguments.lengths:
-        raw = [measure_raw(*batch) for batch in raw_batches(arguments.lengths)]
-        report |= {"raw_limits": RAW_LIMITS, "raw_overview": overview(raw), "raw": raw}
-        misses += missed(raw, overview(raw), RAW_LIMITS)
-    put_out(arguments, report, show)
+        raw = [measure_raw(*batch) for batch in iterate_raw_batches(arguments.lengths)]
+        report |= {"raw_limits": RAW_LIMITS, "raw_overview": summarize_ways(raw), "raw": raw}
+        misses += list_missed(raw, summarize_ways(raw), RAW_LIMITS)
+    output_result(arguments, report, show)
     end(misses)
 
 

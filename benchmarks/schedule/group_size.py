@@ -1,13 +1,14 @@
-"""What is left of the imbalance when ranks share attention in groups: the slowest rank of all.
+"""The imbalance that is left when ranks share attention in groups: the slowest rank of all.
 
 Documents lie on ranks in three ways:
 
-- in order: as they are drawn; what does not fit is cut, and goes on as a document on the next rank.
-- rows placed: the same rows of a rank each, heavy ones on the nodes that have least.
-- dealt: each group is dealt a global batch of its own, as `document_shares` does.
+- in order: as drawn. A document that does not fit is cut and continues as a separate document on
+  the next rank.
+- rows placed: the same rows, one for each rank; heavy rows go to the nodes with the least work.
+- dealt: each group is dealt its own global batch, as `document_shares` does.
 
-Each group is planned by itself, for Llama-3-8B in bf16 by the built-in figures for CUDA, on nodes
-of 8. Estimates, not measurements, but for the processor time of planning. With `--placements`, also
+Each group is planned separately, for Llama-3-8B in bf16 by the built-in figures for CUDA, on nodes
+of 8. Figures are estimates; only the processor time of planning is measured. `--placements` adds
 the placements of a folder as given, in groups of a node and in one group.
 
     python benchmarks/schedule/group_size.py --json
@@ -40,48 +41,48 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.cli.lengths import open_documents
 from placed import TWO_LEVELS as CUDA
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 
 NODE = 8
 NODES = Ranks(per_node=NODE)
 WAYS = ("in order", "rows placed", "dealt")
 
 
-def packed(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
-    """The documents of each rank."""
+def pack_documents(lengths: np.ndarray, ranks: int, tokens: int) -> list[list[int]]:
+    """List the documents of each rank."""
     cuts = np.unique(np.concatenate([np.cumsum(lengths), np.arange(1, ranks) * tokens]))
     ends = np.searchsorted(cuts, np.arange(1, ranks) * tokens, side="right")
     rows = np.split(np.diff(cuts, prepend=0), ends)
     return [row.tolist() for row in rows]
 
 
-def placed(rows: list[list[int]]) -> list[list[int]]:
-    """Order rows for even nodes, as `hf_distca.place_rows` does in a step of one micro-batch."""
+def order_rows(rows: list[list[int]]) -> list[list[int]]:
+    """Order rows for even nodes, like `hf_distca.place_rows` in a step of one micro-batch."""
     seconds = np.array([CUDA.estimate_seconds(np.array(row), np.array(row)).sum() for row in rows])
     order = StepPlaces(len(rows) // NODE, NODE).place(np.rint(seconds * 1e9).astype(np.int64))
     return [rows[row] for row in order.tolist()]
 
 
-def groups_of(way: str, lengths: np.ndarray, ranks: int, tokens: int, size: int) -> list[Layout]:
-    """The layout of each group of so many ranks."""
+def make_groups(way: str, lengths: np.ndarray, ranks: int, tokens: int, size: int) -> list[Layout]:
+    """Make the layout of each group of `size` ranks."""
     if way == "dealt":
-        batches = packed(lengths, ranks // size, tokens * size)
+        batches = pack_documents(lengths, ranks // size, tokens * size)
         return [deal(batch, size, tokens, CUDA, ranks_per_node=NODE) for batch in batches]
-    rows = packed(lengths, ranks, tokens)
-    rows = placed(rows) if way == "rows placed" else rows
+    rows = pack_documents(lengths, ranks, tokens)
+    rows = order_rows(rows) if way == "rows placed" else rows
     return [Layout.from_lengths(rows[first : first + size]) for first in range(0, ranks, size)]
 
 
-def peers(plan: Plan) -> int:
-    """Ranks that the busiest one sends to or receives from."""
+def count_peers(plan: Plan) -> int:
+    """Count the ranks that the busiest rank sends to or receives from."""
     away = plan.home != plan.server
     pairs = np.unique(np.stack([plan.home[away], plan.server[away]]), axis=1)
     pairs = np.unique(np.concatenate([pairs, pairs[::-1]], axis=1), axis=1)
     return int(np.bincount(pairs[0]).max(initial=0))
 
 
-def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
-    """Of plans for groups; seconds by the mean of all ranks."""
+def compute_figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
+    """Compute the figures of plans for groups; seconds are relative to the mean of all ranks."""
     plans, milliseconds = [], []
     for layout in layouts:
         started = time.process_time()
@@ -94,21 +95,21 @@ def figures(layouts: list[Layout], config: DistCAConfig) -> dict[str, float]:
         "unbalanced": max(load.slowest_seconds for load in local) / mean,
         "slowest": max(load.slowest_seconds for load in loads) / mean,
         "if_even_inside": max(float(load.compute_seconds.mean()) for load in local) / mean,
-        "peers": max(map(peers, plans)),
+        "peers": max(map(count_peers, plans)),
         "gigabytes_between": max(float(load.node_bytes.inter_node.max()) for load in loads) / 1e9,
         "plan_milliseconds": statistics.median(milliseconds),
     }
 
 
-def mean_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of each figure over batches, and the most peers."""
+def average_rows(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Compute the mean of each figure over batches, and the largest number of peers."""
     names = rows[0].keys()
     means = {name: statistics.mean(row[name] for row in rows) for name in names}
     return {**means, "peers": max(row["peers"] for row in rows)}
 
 
-def parts(layout: Layout, size: int) -> list[Layout]:
-    """Groups of so many ranks of a placement in which no document lies in two."""
+def split_groups(layout: Layout, size: int) -> list[Layout]:
+    """Split a placement into groups of `size` ranks; no document may lie in two groups."""
     firsts, segments = range(0, layout.world_size, size), layout.offsets
     bounds = [(first, slice(int(segments[first]), int(segments[first + size]))) for first in firsts]
     return [
@@ -122,8 +123,10 @@ def parts(layout: Layout, size: int) -> list[Layout]:
     ]
 
 
-def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -> dict[str, Any]:
-    """Figures by the size of groups, of batches that are drawn."""
+def measure_batches(
+    arguments: argparse.Namespace, text: str, ranks: int, way: str
+) -> dict[str, Any]:
+    """Compute the figures of drawn batches, by the size of groups."""
     config, found = DistCAConfig(ping_pong=arguments.ping_pong), {}
     documents, total = (
         open_documents(text, "input_ids", arguments.longest),
@@ -134,16 +137,16 @@ def of_batches(arguments: argparse.Namespace, text: str, ranks: int, way: str) -
         for seed in range(arguments.seeds)
     ]
     for size in [*(n for n in arguments.sizes if n < ranks and ranks % n == 0), ranks]:
-        groups = [groups_of(way, lengths, ranks, arguments.tokens, size) for lengths in batches]
-        found[str(size)] = mean_of([figures(layouts, config) for layouts in groups])
+        groups = [make_groups(way, lengths, ranks, arguments.tokens, size) for lengths in batches]
+        found[str(size)] = average_rows([compute_figures(layouts, config) for layouts in groups])
     return found
 
 
-def of_placement(path: Path, config: DistCAConfig) -> dict[str, Any]:
-    """Figures of a placement as given, in groups of a node and in one group."""
+def measure_placement(path: Path, config: DistCAConfig) -> dict[str, Any]:
+    """Compute the figures of a given placement, in groups of a node and in one group."""
     given = read_placement(path)
     sizes = NODE, given.world_size
-    found = {str(size): figures(parts(given, size), config) for size in sizes}
+    found = {str(size): compute_figures(split_groups(given, size), config) for size in sizes}
     return {str(given.world_size): {"as given": found}}
 
 
@@ -152,9 +155,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     jobs = list(itertools.product(arguments.documents, arguments.ranks, WAYS))
     for text, ranks, way in tqdm(jobs, desc="documents, ranks and ways", file=sys.stderr):
         ways = found.setdefault(text, {}).setdefault(str(ranks), {})
-        ways[way] = of_batches(arguments, text, ranks, way)
+        ways[way] = measure_batches(arguments, text, ranks, way)
     for path in sorted(arguments.placements.glob("*.json")) if arguments.placements else ():
-        found[path.stem] = of_placement(path, DistCAConfig(ping_pong=arguments.ping_pong))
+        found[path.stem] = measure_placement(path, DistCAConfig(ping_pong=arguments.ping_pong))
     return {"documents": found}
 
 
@@ -168,7 +171,7 @@ def show(result: dict[str, Any]) -> None:
                 rest = f"{row['gigabytes_between']:.2f}", f"{row['plan_milliseconds']:.1f}"
                 rows.append((text, way, ranks, size, *ratios, f"{row['peers']:.0f}", *rest))
     names = "unbalanced", "slowest", "if groups were even", "most peers", "GB", "a plan, ms"
-    columns = "documents", "they lie", "ranks", "group", *names
+    columns = "documents", "placement", "ranks", "group", *names
     title = "slowest rank / mean, estimated; GB of the busiest rank between nodes"
     print_table(title, columns, rows, texts=2)
 
@@ -180,14 +183,14 @@ def main() -> None:
     )
     add_option(parser, "--longest", 2**16, "tokens of the longest document")
     add_option(parser, "--tokens", 2**16, "tokens a rank")
-    add_option(parser, "--ranks", [512, 4096], "whole nodes of 8")
-    add_option(parser, "--sizes", [8, 64, 128, 256, 512], "of groups")
-    add_option(parser, "--seeds", 1, "batches, of which figures are means")
-    parser.add_argument("--ping-pong", action="store_true", help="exchanges behind compute")
+    add_option(parser, "--ranks", [512, 4096], "numbers of ranks, in whole nodes of 8")
+    add_option(parser, "--sizes", [8, 64, 128, 256, 512], "ranks per group")
+    add_option(parser, "--seeds", 1, "number of batches; figures are means")
+    parser.add_argument("--ping-pong", action="store_true", help="hide exchanges behind compute")
     text = "folder of placements in JSON whose documents lie on one node each"
     parser.add_argument("--placements", type=Path, help=text)
     arguments = parser.parse_args()
-    put_out(arguments, measure(arguments), show)
+    output_result(arguments, measure(arguments), show)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Bytes between nodes and the slowest rank, for plans and dealing that know of nodes, and for those
+"""Bytes between nodes and the slowest rank, for plans and dealing that know nodes and for those
 that do not.
 
     python benchmarks/schedule/levels.py --placements data/workloads --json results.json
 
-A placement is a JSON file as `hf-distca plan` reads it, with nodes of `--ranks-per-node` ranks. The
-cost model is the built-in one for cuda and Llama-3-8B in bf16: 300 GB/s inside a node, 40 GB/s a
-rank between nodes. *Before* is the plan that is made as if there were one level, *after* the one
-that is made for two; both are measured on two. The slowest rank is divided by the mean compute of
-all ranks: overlapped, for the longer of compute and exchange of the placement as a nano-batch;
-serial, for both together. The same for the documents of the placement dealt anew. Ends with 1 if
-the plan of a placement as given is slower after than before, by more than 1 % overlapped or 0.4 %
-serial, or if more bytes travel between nodes over all placements.
+A placement is a JSON file that `hf-distca plan` reads, with nodes of `--ranks-per-node` ranks. The
+cost model is the built-in one for cuda and Llama-3-8B in bf16: 300 GB/s inside a node, 40 GB/s per
+rank between nodes. *Before* is a plan that knows one level of links, *after* one that knows two;
+both are evaluated on two levels. The slowest rank is divided by the mean compute of all ranks.
+Overlapped figures take the longer of compute and exchange, with the placement as a nano-batch;
+serial figures take the sum. Dealt figures are the same after dealing the placement's documents.
+Exits with status 1 if the plan of a given placement is slower after than before (more than 1 %
+overlapped, 0.4 % serial), or if more bytes travel between nodes over all placements.
 
-With `--drawn`, also batches of two distributions by three seeds, dealt as if there were one level
-and to nodes first, with the processor time of dealing and of planning.
+`--drawn` adds batches of two distributions with three seeds each, dealt with one level of links and
+to nodes first, and the processor time of dealing and planning.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import UNIFORM_RANKS, Ranks
 from hf_distca.tools.cli.lengths import open_documents
 from placed import TWO_LEVELS as CUDA
-from placed import add_placements, lengths_of, measure_placements, spread_tokens, summarize
-from script import add_option, end, make_parser, print_table, put_out
+from placed import add_placements, list_lengths, measure_placements, spread_tokens, summarize
+from script import add_option, end, make_parser, output_result, print_table
 
-# Times that the slowest rank may end later; where exchanges are hidden, fewer bytes between nodes
-# are all there is to gain.
+# Largest ratio of the slowest ranks, after / before. With hidden exchanges, fewer bytes between
+# nodes are the only gain.
 _SAME = {"serial": 1.004, "overlapped": 1.01}
 
 
-def figures(plan: Plan, ranks: Ranks, *, overlapped: bool) -> dict[str, float]:
+def compute_figures(plan: Plan, ranks: Ranks, *, overlapped: bool) -> dict[str, float]:
     load = PlanLoad(plan, CUDA, overlapped=overlapped, ranks=ranks)
     moved = load.node_bytes
     return {
@@ -63,9 +63,9 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
     given = read_placement(path)
     count = given.world_size
     if count % per_node:
-        raise DistCAError(f"its {count} ranks cannot be nodes of {per_node}.")
+        raise DistCAError(f"its {count} ranks cannot be divided into nodes of {per_node}.")
     ranks, result = Ranks(per_node=per_node), {"placement": path.stem, "ranks": count}
-    lengths, tokens = lengths_of(given), spread_tokens(given)
+    lengths, tokens = list_lengths(given), spread_tokens(given)
     for overlapped in (True, False):
         name, config = "overlapped" if overlapped else "serial", DistCAConfig(ping_pong=overlapped)
         dealt = [deal(lengths, count, tokens, CUDA, ranks_per_node=n) for n in (None, per_node)]
@@ -77,14 +77,14 @@ def measure(path: Path, per_node: int) -> dict[str, Any]:
             ),
         }
         for way, pair in plans.items():
-            before, after = (figures(plan, ranks, overlapped=overlapped) for plan in pair)
+            before, after = (compute_figures(plan, ranks, overlapped=overlapped) for plan in pair)
             result[way] = {"before": before, "after": after}
     return result
 
 
-def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Over all placements, before and after: median, nine in ten and worst of the slowest rank, and
-    the sum of bytes between nodes; and the median ratio of these bytes.
+def summarize_ways(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Summarize all placements before and after: median, 90th percentile and worst of the slowest
+    rank, total bytes between nodes, and the median ratio of these bytes.
     """
     found = {}
     for way in (name for name in results[0] if "," in name):
@@ -103,9 +103,9 @@ def overview(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) -> list[str]:
-    """Placements as given whose plan for two levels is slower, and ways that send more between
-    nodes.
+def list_missed(results: list[dict[str, Any]], summary: dict[str, dict[str, float]]) -> list[str]:
+    """List the given placements whose plan for two levels is slower, and the ways that send more
+    between nodes.
     """
     found = [
         f"{row['placement']}, {way}: slowest rank {row[way]['before']['slowest']:.4f} ->"
@@ -135,9 +135,9 @@ _DRAWN = (
 )
 
 
-def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str, Any]]:
-    """Batches of both distributions by three seeds, dealt as if there were one level and to nodes
-    first.
+def measure_drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str, Any]]:
+    """Measure batches of both distributions with three seeds each, dealt with one level of links
+    and to nodes first.
     """
     rows, ranks = [], Ranks(per_node=per_node)
     for (count, tokens, longest), text, seed in itertools.product(
@@ -158,7 +158,7 @@ def drawn(sizes: Sequence[tuple[int, int, int]], per_node: int) -> list[dict[str
             dealt = time.process_time()
             plan = balance(layout, CUDA, DistCAConfig(), ranks)
             seconds = {"deal_seconds": dealt - started, "plan_seconds": time.process_time() - dealt}
-            row[when] = figures(plan, ranks, overlapped=False) | seconds
+            row[when] = compute_figures(plan, ranks, overlapped=False) | seconds
         rows.append(row)
     return rows
 
@@ -220,18 +220,18 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     parser = make_parser(__doc__)
     add_placements(parser)
-    add_option(parser, "--ranks-per-node", 8, "ranks of a node")
-    text = "add batches that are drawn from distributions"
+    add_option(parser, "--ranks-per-node", 8, "ranks per node")
+    text = "add batches drawn from distributions"
     parser.add_argument("--drawn", action="store_true", help=text)
     arguments = parser.parse_args()
     per_node = arguments.ranks_per_node
     results = measure_placements(parser, arguments.placements, lambda path: measure(path, per_node))
-    summary = overview(results)
+    summary = summarize_ways(results)
     report = {"overview": summary, "placements": results}
     if arguments.drawn:
-        report["drawn"] = drawn(_DRAWN, per_node)
-    put_out(arguments, report, show)
-    end(missed(results, summary))
+        report["drawn"] = measure_drawn(_DRAWN, per_node)
+    output_result(arguments, report, show)
+    end(list_missed(results, summary))
 
 
 if __name__ == "__main__":

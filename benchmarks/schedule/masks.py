@@ -1,16 +1,16 @@
-"""The slowest rank where tokens see others behind them, or documents share prefixes, before and
-after plans.
+"""The slowest rank before and after planning, where tokens see later tokens or documents share
+prefixes.
 
     python benchmarks/schedule/masks.py --json
 
-Ranks of 32K tokens draw documents up to 32K long: causal ones, text with images (256 or 1,120
-tokens each), prefixes that all their tokens see (a third of a document or more), documents whose
-tokens all see each other (up to 8K and up to 32K), and prompts with eight answers. Each is planned
-as the library plans it with exchanges hidden, for Llama-3-8B in bf16 by the built-in figures for
-CUDA: 300 GB/s inside nodes of 8, 40 between. Estimates, not measurements. Figures are seconds of
-compute, the slowest rank by the mean of all, of several micro-batches each; work at home counts in
-all. "not known" is a plan that does not know of the work at home. Bytes are those of a token and
-layer, forward and backward.
+Ranks of 32K tokens draw documents of up to 32K: causal ones, text with images (256 or 1,120 tokens
+each), documents with a prefix that all their tokens see (a third or more), documents whose tokens
+all see each other (up to 8K and up to 32K), and prompts with eight answers. Plans assume hidden
+exchanges and Llama-3-8B in bf16, by the built-in figures for CUDA: 300 GB/s inside nodes of 8, 40
+between nodes. Figures are estimates, not measurements: compute seconds of the slowest rank divided
+by the mean over ranks, for several micro-batches each. Work that stays at home counts everywhere.
+"not known" is a plan that ignores the work at home. Bytes are per token and layer, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_distca.schedule.load import PlanLoad, compute_imbalance
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.ranks import Ranks
 from placed import TWO_LEVELS as CUDA
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 
 TOKENS, CPU = 32768, torch.device("cpu")
 Generator = np.random.Generator
@@ -52,7 +52,7 @@ def draw_document(rng: Generator, most: int = 32768) -> int:
 
 
 def draw_images(rng: Generator) -> list[int]:
-    """Blocks of the tokens of a document: images between texts."""
+    """Draw a document of images between texts, as blocks of tokens."""
     images = int(rng.choice([0, 1, 3, 12], p=[0.25, 0.45, 0.2, 0.1]))
     size = 256 if images == 12 else int(rng.choice([256, 1120]))
     scale = draw_length(rng, 250, 1.2, 4000) if images else 3000
@@ -70,7 +70,7 @@ def draw_prefix(rng: Generator) -> list[int]:
 
 
 def draw_group(rng: Generator) -> list[int]:
-    """Tokens of a prompt and of its answers."""
+    """Draw the tokens of a prompt and of its answers."""
     return [
         draw_length(rng, 1000, 1.2, 12000),
         *(draw_length(rng, 1200, 0.8, 4000) for _ in "8 answers"),
@@ -80,7 +80,7 @@ def draw_group(rng: Generator) -> list[int]:
 def fill(
     rng: Generator, draw: Callable[[Generator], Any], count: Callable[[Any], int]
 ) -> list[Any]:
-    """Draw until the next one does not fit a rank."""
+    """Draw until the next draw does not fit on the rank."""
     found, room = [], TOKENS
     while (size := count(one := draw(rng))) <= room:
         found.append(one)
@@ -125,7 +125,7 @@ FORMS: dict[str, Callable[[Generator], Documents]] = {
 
 
 def weigh(form: str, ranks: int, seed: int) -> dict[str, float]:
-    """Slowest by mean of one micro-batch."""
+    """Compute slowest / mean for one micro-batch."""
     rng = np.random.default_rng([seed, ranks])
     rows = [Announcement(documents=[(FORMS[form](rng), 0)]).to_row() for _ in range(ranks)]
     (announced,) = Announcements.from_rows(rows).read_documents()
@@ -174,7 +174,7 @@ def main() -> None:
     add_option(parser, "--ranks", [8, 64], "numbers of ranks, in nodes of 8")
     add_option(parser, "--batches", 4, "micro-batches of each form")
     arguments = parser.parse_args()
-    put_out(arguments, measure(arguments.ranks, arguments.batches), show)
+    output_result(arguments, measure(arguments.ranks, arguments.batches), show)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Slowest rank / mean of real placements, planned and dealt by an earlier checkout and by this one.
+"""Slowest rank / mean of real placements under an earlier checkout and under this one.
 
     python benchmarks/schedule/plans_before.py FOLDER --before CHECKOUT --json
 
-Documents where they lie and dealt, with exchanges after compute and hidden, nodes of 8 and without
-nodes, and both nano-batches of dealt ones; estimated by each checkout, with the built-in rates of a
-GPU. Exits with status 1 if a figure is worse than before by more than 1 %.
+Documents lie as given or are dealt, exchanges follow compute or are hidden, with nodes of 8 and
+without nodes; for dealt documents also both nano-batches. Each checkout estimates its own plans,
+with the built-in rates of a GPU. Exits with status 1 if a figure is worse than before by more than
+1 %.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-# Nothing else of the package: an earlier checkout has to know it, too.
+# Import nothing else from the package: an earlier checkout must have all of these names.
 from hf_distca.config import DistCAConfig
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.deal import deal, deal_nano_batches
@@ -30,18 +31,18 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.ranks import Ranks
 from placed import CUDA as COST
-from placed import lengths_of, spread_tokens
-from script import end, make_parser, print_table, put_out
+from placed import list_lengths, spread_tokens
+from script import end, make_parser, output_result, print_table
 
 MOST = 1.01
-# Earlier checkouts deal in another way where exchanges are hidden.
+# Earlier checkouts deal differently if exchanges are hidden.
 _KNOWS_OVERLAPPED = "overlapped" in inspect.signature(deal).parameters
 
 Figures = dict[str, dict[str, float]]  # by kind, then by placement
 
 
 def find_imbalance(layout: Layout, overlapped: bool, ranks: Ranks) -> float:
-    """Slowest rank, exchanges included, over the mean of compute."""
+    """Compute the slowest rank, exchanges included, divided by the mean compute."""
     plan = balance(layout, COST, DistCAConfig(ping_pong=overlapped), ranks)
     load = PlanLoad(plan, COST, overlapped=overlapped, ranks=ranks)
     mean = float(load.compute_seconds.mean())
@@ -49,11 +50,11 @@ def find_imbalance(layout: Layout, overlapped: bool, ranks: Ranks) -> float:
 
 
 def measure(folder: Path) -> Figures:
-    """Figures of every placement of a folder."""
+    """Compute the figures of every placement of a folder."""
     figures: Figures = {}
     for path in sorted(folder.glob("*.json")):
         given = read_placement(path)
-        count, lengths, tokens = given.world_size, lengths_of(given), spread_tokens(given)
+        count, lengths, tokens = given.world_size, list_lengths(given), spread_tokens(given)
         for size in (8, None):
             ranks, nodes = Ranks(per_node=size), "nodes of 8" if size else "no nodes"
             for overlapped, kind in ((False, "after compute"), (True, "hidden")):
@@ -71,7 +72,7 @@ def measure(folder: Path) -> Figures:
 
 
 def measure_checkout(folder: Path, checkout: Path) -> Figures:
-    """Figures of an earlier checkout, in a process that imports its package."""
+    """Compute the figures of an earlier checkout, in a process that imports its package."""
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")}
     command = [sys.executable, __file__, str(folder.resolve())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -90,14 +91,14 @@ def show(result: dict[str, Any]) -> None:
         name = max(ratios, key=lambda placement: ratios[placement])
         shown = (" -> ".join(f"{value:.3f}" for value in pair) for pair in (medians, worst))
         rows.append((kind, *shown, f"{ratios[name]:.4f}", name))
-    columns = "", "median", "worst", "largest now / before", "of"
-    print_table("slowest rank / mean: median, worst; before -> now", columns, rows, texts=5)
+    columns = "", "median", "worst", "largest after / before", "placement"
+    print_table("slowest rank / mean: median, worst; before -> after", columns, rows, texts=5)
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("folder", type=Path, help="placements")
-    text = "an earlier checkout; without, print the figures of this one"
+    parser.add_argument("folder", type=Path, help="folder of placements")
+    text = "an earlier checkout; without it, print the figures of this one"
     parser.add_argument("--before", type=Path, help=text)
     arguments = parser.parse_args()
     now = measure(arguments.folder)
@@ -111,7 +112,7 @@ def main() -> None:
         kind: {name: now[kind][name] / value for name, value in figures.items()}
         for kind, figures in before.items()
     }
-    put_out(arguments, {"before": before, "now": now, "ratios": ratios}, show)
+    output_result(arguments, {"before": before, "now": now, "ratios": ratios}, show)
     end(
         [
             f"{kind}, {name}: {ratio:.4f} times as before"

@@ -1,16 +1,16 @@
-"""What documents cost that are cut in recurrent layers: bytes of states between ranks, and time of
-segments.
+"""The cost of documents that are cut in recurrent layers: bytes of states between ranks, and time
+of segments.
 
     python benchmarks/schedule/recurrent.py --placements benchmarks/placements --json out.json
 
-Bytes are counted, not sent: each document of a placement lies in order of ranks, or head and tail
-as `deal` cuts it. Layers are those of Qwen3-Next (gated delta rule) and of Nemotron-H-8B (Mamba 2);
-states are float32. For Qwen3-Next, what the slowest rank takes in a layer of attention stands
-beside them, and with the states of three recurrent layers, at the built-in rates of a GPU.
+Bytes are counted, not sent. Each document of a placement lies across ranks in order, or is cut head
+and tail by `deal`. Layers are those of Qwen3-Next (gated delta rule) and Nemotron-H-8B (Mamba 2),
+with float32 states. For Qwen3-Next the table also has the time of the slowest rank in an attention
+layer, alone and with the states of three recurrent layers, at the built-in rates of a GPU.
 
-Times are forward and backward on one core of this machine, of the CPU's own clock, with the
-functions of transformers: a document in several segments, beside as many documents, each as long as
-a segment. Ends with 1 if a rank sends more than the limits.
+Times are processor times of forward and backward on one core of this machine, with the functions of
+transformers: a document in several segments, compared with as many documents of a segment's length.
+Exits with status 1 if a rank sends more than the limits.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.placement import read_placement
 from placed import add_placements
-from script import add_option, end, make_parser, print_table, put_out
+from script import add_option, end, make_parser, output_result, print_table
 
-# Attention layers of Qwen3-Next, for which documents are dealt.
+# The shape of attention layers of Qwen3-Next, for which documents are dealt.
 COST = CostModel.make_analytic(AttentionShape(16, 2, 256, 256, 2), device_type="cuda")
-# Of a layer: bytes of a bias, of a transition, and of a row of the convolution, of which three are
-# needed.
+# Bytes of each layer's bias, transition, and row of the convolution (three rows are needed).
 LAYERS = {
     "Qwen3-Next": {
         "bias": 32 * 128 * 128 * 4,
@@ -63,20 +62,20 @@ LAYERS = {
     },
 }
 RECURRENT_LAYERS = 3  # for each layer of attention
-# Bytes of the busiest rank, forward and backward: in order, a rank that has the rest of one
-# document and the head of another.
+# Most bytes of the busiest rank, forward and backward. In order, it has the rest of one document
+# and the head of another.
 LIMITS = {"head and tail": 400e6, "in order": 10e6}
 TIMED = ("gated delta rule", "delta rule by channel", "mamba2")
 
 
-def sent_bytes(needed: RowNeeds, row: int) -> int:
-    """Bytes that a rank sends, forward and backward, of rows of this size."""
+def count_sent_bytes(needed: RowNeeds, row: int) -> int:
+    """Count the bytes that a rank sends, forward and backward, for rows of `row` bytes."""
     return row * (len(needed.rows.runs) + sum(needed.rows.receive.values()))
 
 
-def bytes_of(layout: Layout) -> dict[str, Any]:
-    """What ranks send for a layer, forward and backward, on average and the busiest one; and what
-    is cut.
+def count_bytes(layout: Layout) -> dict[str, Any]:
+    """Count the bytes that ranks send per layer, forward and backward, on average and on the
+    busiest rank, and the cut documents.
     """
     ranks = tuple(range(layout.world_size))
     segments = [Segments.from_layout(layout, AttentionGroup(ranks, rank)) for rank in ranks]
@@ -89,10 +88,11 @@ def bytes_of(layout: Layout) -> dict[str, Any]:
     }
     for name, layer in LAYERS.items():
         states = [
-            sent_bytes(s.summaries, layer["bias"]) + sent_bytes(s.transitions, layer["transition"])
+            count_sent_bytes(s.summaries, layer["bias"])
+            + count_sent_bytes(s.transitions, layer["transition"])
             for s in segments
         ]
-        halos = [sent_bytes(s.find_halo(3), layer["row"]) for s in segments]
+        halos = [count_sent_bytes(s.find_halo(3), layer["row"]) for s in segments]
         figures[name] = {
             "mean": statistics.mean(states),
             "most": max(states),
@@ -103,8 +103,8 @@ def bytes_of(layout: Layout) -> dict[str, Any]:
     return figures
 
 
-def of_placements(folder: Path) -> dict[str, Any]:
-    """Bytes of the documents of each placement, shuffled, head and tail and in order."""
+def count_placements(folder: Path) -> dict[str, Any]:
+    """Count the bytes for the documents of each placement, shuffled, head and tail and in order."""
     figures = {}
     for file in sorted(folder.glob("*.json")):
         given = read_placement(file)
@@ -113,14 +113,16 @@ def of_placements(folder: Path) -> dict[str, Any]:
         )
         tokens = [int(count) for count in given.query_tokens]
         figures[file.stem] = {
-            "head and tail": bytes_of(deal(lengths, given.world_size, tokens, COST)),
-            "in order": bytes_of(deal_in_order(lengths, given.world_size, tokens)),
+            "head and tail": count_bytes(deal(lengths, given.world_size, tokens, COST)),
+            "in order": count_bytes(deal_in_order(lengths, given.world_size, tokens)),
         }
     return figures
 
 
-def delta_layer(heads: int, tokens: int, *, by_channel: bool) -> Callable[[Segments], torch.Tensor]:
-    """A gated delta rule with keys and values of 128."""
+def make_delta_layer(
+    heads: int, tokens: int, *, by_channel: bool
+) -> Callable[[Segments], torch.Tensor]:
+    """Make a gated delta rule with keys and values of 128."""
     query, key = (
         normalize(torch.randn(1, tokens, heads, 128), dim=-1).requires_grad_() for _ in range(2)
     )
@@ -135,8 +137,8 @@ def delta_layer(heads: int, tokens: int, *, by_channel: bool) -> Callable[[Segme
     )
 
 
-def scan_layer(heads: int, tokens: int) -> Callable[[Segments], torch.Tensor]:
-    """A layer of Mamba 2 with heads of 64 and states of 128."""
+def make_scan_layer(heads: int, tokens: int) -> Callable[[Segments], torch.Tensor]:
+    """Make a layer of Mamba 2 with heads of 64 and states of 128."""
     x, dt = (
         torch.randn(1, tokens, heads, 64, requires_grad=True),
         (0.1 * torch.rand(1, tokens, heads)).requires_grad_(),
@@ -150,16 +152,16 @@ def scan_layer(heads: int, tokens: int) -> Callable[[Segments], torch.Tensor]:
     )
 
 
-def in_segments(count: int, tokens: int) -> Segments:
-    """One document in so many segments of this rank, with documents of one token between them."""
+def make_segments(count: int, tokens: int) -> Segments:
+    """Put one document in `count` segments, with documents of one token between them."""
     rows = [
         row for number in range(count) for row in ((0, number * tokens, tokens), (number + 1, 0, 1))
     ]
     return Segments.from_layout(Layout.from_segments([rows]), AttentionGroup())
 
 
-def seconds_of(layer: Callable[[Segments], torch.Tensor], segments: Segments, rounds: int) -> float:
-    """Of forward and backward, the least of some rounds."""
+def time_layer(layer: Callable[[Segments], torch.Tensor], segments: Segments, rounds: int) -> float:
+    """Time forward and backward, and return the least seconds of all rounds."""
     seconds = []
     for _ in range(rounds):
         begin = time.process_time()
@@ -168,8 +170,8 @@ def seconds_of(layer: Callable[[Segments], torch.Tensor], segments: Segments, ro
     return min(seconds)
 
 
-def of_segments(options: argparse.Namespace) -> dict[str, Any]:
-    """Time of a document in 2 and in 8 segments by that of as many documents."""
+def time_segments(options: argparse.Namespace) -> dict[str, Any]:
+    """Time a document in 2 and in 8 segments, relative to as many documents."""
     torch.manual_seed(0)
     figures: dict[str, Any] = {}
     for name in TIMED:
@@ -178,15 +180,15 @@ def of_segments(options: argparse.Namespace) -> dict[str, Any]:
             tokens = count * (options.tokens + 1)
             by_channel = "channel" in name
             layer = (
-                scan_layer(options.heads, tokens)
+                make_scan_layer(options.heads, tokens)
                 if name == "mamba2"
-                else delta_layer(options.heads, tokens, by_channel=by_channel)
+                else make_delta_layer(options.heads, tokens, by_channel=by_channel)
             )
             whole = Segments.from_lengths([options.tokens, 1] * count)
-            seconds_of(layer, whole, 1)
+            time_layer(layer, whole, 1)
             before, after = (
-                seconds_of(layer, segments, options.rounds)
-                for segments in (whole, in_segments(count, options.tokens))
+                time_layer(layer, segments, options.rounds)
+                for segments in (whole, make_segments(count, options.tokens))
             )
             figures[name][count] = {
                 "documents_seconds": before,
@@ -197,7 +199,6 @@ def of_segments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print both tables."""
     rows = []
     for placement, ways in result["bytes"].items():
         for way, figures in ways.items():
@@ -211,7 +212,7 @@ def show(result: dict[str, Any]) -> None:
                 else:
                     row += ["", ""]
                 rows.append((placement, way, layer, *cut, *row))
-    columns = ["placement", "laid out", "layer", "cut", "segments, at most", "MB a rank, mean"]
+    columns = ["placement", "layout", "layer", "cut", "most segments", "MB a rank, mean"]
     columns += ["busiest", "convolution, busiest", "attention, ms", "with states"]
     print_table("bytes of states", columns, rows, texts=3, width=170)
     times = [
@@ -224,16 +225,15 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Count, time, and compare bytes with the limits."""
     parser = make_parser(__doc__)
     add_placements(parser)
-    add_option(parser, "--heads", 1, "of layers that are timed")
-    add_option(parser, "--tokens", 1024, "of a segment that is timed")
-    add_option(parser, "--rounds", 3, "of timing, of which the fastest counts")
+    add_option(parser, "--heads", 1, "heads of the timed layers")
+    add_option(parser, "--tokens", 1024, "tokens of a timed segment")
+    add_option(parser, "--rounds", 3, "repetitions of timing; the fastest counts")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {"bytes": of_placements(options.placements), "times": of_segments(options)}
-    put_out(options, found, show)
+    found = {"bytes": count_placements(options.placements), "times": time_segments(options)}
+    output_result(options, found, show)
     end(
         [
             f"{placement}, {way}, {layer}: {figures[layer]['most'] / 1e6:.1f} MB is above"

@@ -1,16 +1,16 @@
-"""The slowest rank where rows of TRL's packing stay whole, with the rows of each optimizer step in
-random order and placed.
+"""The slowest rank with whole rows of TRL's packing, when the rows of each optimizer step are in
+random order and when they are placed.
 
     python benchmarks/schedule/row_order.py --json
 
-Documents of two distributions with long tails, up to a row long, are packed best-fit by TRL
-(``bfd_split``), shuffled as a Trainer shuffles them, and read a row a rank. `hf_distca.place_rows`
-then orders the rows of each step. Both orders are planned for all ranks together, for Llama-3-8B in
-bf16 by the built-in figures for CUDA: 300 GB/s inside a node, 40 between. Estimates, not
-measurements, but for the processor time of planning and placing. Figures are sums over all
-micro-batches, each of which ends with its slowest rank, by the mean of all ranks; ranks compute and
-then exchange. Ends with 1 if rows placed are slower than in random order in any case, or nodes less
-even.
+Documents are drawn from two distributions with long tails, up to the length of a row. TRL packs
+them best-fit (``bfd_split``), a Trainer's shuffle orders them, and each rank reads a row.
+`hf_distca.place_rows` then orders the rows of each step. Both orders are planned for all ranks
+together, for Llama-3-8B in bf16 by the built-in figures for CUDA: 300 GB/s inside a node, 40
+between nodes. Figures are estimates; only the processor time of planning and placing is measured.
+Each figure is a sum over all micro-batches, each of which ends with its slowest rank, divided by
+the mean over ranks; ranks compute and then exchange. Exits with status 1 if placed rows are slower
+than rows in random order in any case, or make nodes less even.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.ranks import Ranks
 from hf_distca.tools.cli.lengths import open_documents
 from placed import TWO_LEVELS as CUDA
-from script import add_option, end, make_parser, print_table, put_out
+from script import add_option, end, make_parser, output_result, print_table
 
 
-def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
-    """At least so many rows, as TRL packs documents: the tokens of the documents of each."""
+def pack_rows(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
+    """Pack at least `rows` rows by TRL, and return the document lengths of each."""
     drawn = replace(open_documents(text, "input_ids", tokens), seed=seed)
     lengths = next(drawn.draw_batches(tokens * rows, 1))
     documents = Dataset.from_dict(
@@ -53,8 +53,8 @@ def packed(text: str, tokens: int, rows: int, seed: int) -> list[np.ndarray]:
     return np.split(found, np.flatnonzero(np.diff(row)) + 1)
 
 
-def figures(rows: list[np.ndarray], places: StepPlaces) -> dict[str, float]:
-    """Of one order of rows, over all micro-batches."""
+def compute_figures(rows: list[np.ndarray], places: StepPlaces) -> dict[str, float]:
+    """Compute the figures of one order of rows over all micro-batches."""
     ranks, config = Ranks(per_node=places.ranks_per_node), DistCAConfig()
     slowest, busiest, mean, between, planning = 0.0, 0.0, 0.0, 0.0, 0.0
     for first in range(0, len(rows), places.ranks):
@@ -92,7 +92,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             ranks // arguments.ranks_per_node, arguments.ranks_per_node, 1, accumulation
         )
         count = max(arguments.micro_batches // accumulation, 1) * accumulation * ranks
-        rows = packed(text, tokens, count, seed)
+        rows = pack_rows(text, tokens, count, seed)
         order = np.random.default_rng(seed).permutation(len(rows))[:count].tolist()
         work = [CUDA.estimate_seconds(row, row).sum() for row in rows]
         started = time.process_time()
@@ -112,15 +112,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             "place_seconds": placing,
         }
         both = {
-            name: figures([rows[row] for row in way], places)
+            name: compute_figures([rows[row] for row in way], places)
             for name, way in (("random", order), ("placed", placed))
         }
         cases.append(case | both)
     return {"cases": cases}
 
 
-def missed(cases: list[dict[str, Any]]) -> list[str]:
-    """Cases in which placing made something worse."""
+def list_missed(cases: list[dict[str, Any]]) -> list[str]:
+    """List the cases that placing made worse."""
     return [
         f"{case['ranks']} x {case['tokens']}, {case['text']}, {case['seed']}: {name}"
         f" {case['random'][name]:.4f} -> {case['placed'][name]:.4f}"
@@ -158,15 +158,15 @@ def main() -> None:
         parser, "--documents", ["pretrain", "prolong"], "names of distributions, or JSON lists"
     )
     sizes = ["64x65536", "64x32768", "512x65536", "512x32768"]
-    add_option(parser, "--sizes", sizes, "ranks x tokens of a row")
-    add_option(parser, "--accumulation", [1, 4], "micro-batches of a step")
-    add_option(parser, "--micro-batches", 8, "of each case, in whole steps")
-    add_option(parser, "--ranks-per-node", 8, "ranks of a node")
-    add_option(parser, "--seeds", 3, "corpora of each distribution")
+    add_option(parser, "--sizes", sizes, "number of ranks x tokens per row")
+    add_option(parser, "--accumulation", [1, 4], "micro-batches per step")
+    add_option(parser, "--micro-batches", 8, "micro-batches of each case, in whole steps")
+    add_option(parser, "--ranks-per-node", 8, "ranks per node")
+    add_option(parser, "--seeds", 3, "number of seeds for each distribution")
     arguments = parser.parse_args()
     result = measure(arguments)
-    put_out(arguments, result, show)
-    end(missed(result["cases"]))
+    output_result(arguments, result, show)
+    end(list_missed(result["cases"]))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Balance, traffic and planning time of the scheduler on real placements, and a published
-planner's.
+"""Balance, traffic and planning time of the scheduler on real placements, compared with a published
+planner.
 
     python benchmarks/schedule/scheduler.py --placements data/workloads --json results.json
     python benchmarks/schedule/scheduler.py --placements data/workloads --others 2 --dealt --json
 
-A placement is a JSON file as `hf-distca plan` reads it. A file ``workloads_reference.json`` next to
-the folder holds the published planner's results at its tolerances 0.05 and 0.0. Balance is that of
-causal pairs, as the published planner's is; the imbalance of estimated seconds on a GPU comes from
-a second plan. Ends with 1 if any placement stays above the limit.
+A placement is a JSON file that `hf-distca plan` reads. A file ``workloads_reference.json`` next to
+the folder holds the results of the published planner at its tolerances 0.05 and 0.0. Balance is
+that of causal pairs, as in the published planner; the imbalance of estimated seconds on a GPU comes
+from a second plan. Exits with status 1 if a placement stays above the limit.
 
-"serial" and "overlapped" are plans for the built-in cuda figures, exchanges after and behind
-compute: the slowest rank by the mean compute of all. Bytes are those of all ranks and of the
-busiest sender, by the published planner's at tolerance 0.05. "4 GB/s" is a tenth of the built-in
-network. Where the published planner's results are known, these have limits, too. `--others` adds
-each placement's documents in other orders, cut and placed as the given ones are. `--dealt` adds
-what planning takes where the same documents were dealt, with peak memory.
+"serial" and "overlapped" are plans with the built-in cuda figures, with exchanges after compute and
+hidden: the slowest rank divided by the mean compute. Bytes are those of all ranks and of the
+busiest sender, divided by those of the published planner at tolerance 0.05. "4 GB/s" is a tenth of
+the built-in network. These figures also have limits where the published planner's results are
+known. `--others` adds other orders of each placement's documents, cut and placed like the given
+ones. `--dealt` adds planning time and peak memory for the same documents after dealing.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad, summarize_plan
 from hf_distca.schedule.placement import read_placement
 from hf_distca.schedule.plan import Plan
-from placed import CUDA, LLAMA_3_8B, add_placements, lengths_of, measure_placements, summarize
-from script import add_option, end, make_parser, print_table, put_out
+from placed import CUDA, LLAMA_3_8B, add_placements, list_lengths, measure_placements, summarize
+from script import add_option, end, make_parser, output_result, print_table
 
 LIMIT = 1.02
-# Exchanges after compute and behind it, over a fast and a slow network.
+# Exchanges after compute and hidden, over a fast and a slow network.
 KINDS = ("serial", "overlapped", "serial, 4 GB/s", "overlapped, 4 GB/s")
-# Of the placements that the published planner's results are known of, without others.
+# Limits for placements with known results of the published planner, as given.
 LIMITS = {
     "serial": {"median": 1.14, "nine_in_ten": 1.42, "worst": 1.43},
     "overlapped": {"median": 1.02, "nine_in_ten": 1.02, "worst": 1.03},
@@ -59,10 +59,10 @@ CONFIG = DistCAConfig(tile=128)
 
 
 def plan_and_time(layout: Layout, cost: CostModel, repeats: int) -> tuple[Plan, float]:
-    """A plan, and the median seconds of making it from columns alone."""
+    """Make a plan from the columns alone; return it with the median seconds."""
     seconds = []
     for _ in range(repeats):
-        # A layout caches what it derives: a fresh one each time, as every micro-batch has.
+        # A layout caches derived values, so every plan gets a fresh one, as in training.
         fresh = Layout(layout.document, layout.start, layout.length, layout.offsets)
         begin = time.perf_counter()
         plan = balance(fresh, cost, CONFIG)
@@ -80,19 +80,17 @@ def measure(path: Path, repeats: int) -> dict[str, Any]:
         "planning_seconds": seconds,
         **summarize_plan(plan, PAIRS),
         "analytic_cuda": {"planning_seconds": cuda_seconds, **summarize_plan(cuda_plan, CUDA)},
-        **{kind: slowest(layout, kind) for kind in KINDS},
+        **{kind: measure_slowest(layout, kind) for kind in KINDS},
     }
 
 
-def slowest(layout: Layout, kind: str) -> dict[str, Any]:
-    """The slowest rank by the mean compute, bytes, and processor seconds of a plan and of one
-    rank's route.
-    """
+def measure_slowest(layout: Layout, kind: str) -> dict[str, Any]:
+    """Measure slowest / mean, bytes, and processor seconds of a plan and of one rank's route."""
     overlapped, cost = kind.startswith("overlapped"), CUDA
     config = DistCAConfig(ping_pong=overlapped)
     if kind.endswith("4 GB/s"):
         cost = replace(cost, exchange_bytes_per_second=4e9)
-    plan, seconds = processor_seconds(layout, cost, config)
+    plan, seconds = time_planning(layout, cost, config)
     load = PlanLoad(plan, cost, overlapped=overlapped)
     return {
         "slowest": load.slowest_seconds / float(load.compute_seconds.mean()),
@@ -103,10 +101,8 @@ def slowest(layout: Layout, kind: str) -> dict[str, Any]:
     }
 
 
-def processor_seconds(layout: Layout, cost: CostModel, config: DistCAConfig) -> tuple[Plan, float]:
-    """A plan, and the least seconds of making it and a route: of three times, or of as many as take
-    50 ms together.
-    """
+def time_planning(layout: Layout, cost: CostModel, config: DistCAConfig) -> tuple[Plan, float]:
+    """Make a plan and a route; return the plan and the least seconds of at least three runs."""
     found: list[float] = []
     while len(found) < 3 or sum(found) < 0.05:
         fresh = Layout(layout.document, layout.start, layout.length, layout.offsets)
@@ -117,9 +113,9 @@ def processor_seconds(layout: Layout, cost: CostModel, config: DistCAConfig) -> 
     return plan, min(found)
 
 
-def as_loaded(lengths: list[int], ranks: int) -> Layout:
-    """Documents one after another; one that crosses ranks is cut head and tail, as the given
-    placements are.
+def place_in_order(lengths: list[int], ranks: int) -> Layout:
+    """Place documents in order; cut a document that crosses ranks head and tail, as in the given
+    placements.
     """
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     tokens = -(-sum(lengths) // ranks)
@@ -138,36 +134,34 @@ def as_loaded(lengths: list[int], ranks: int) -> Layout:
     return Layout.from_segments(rows)
 
 
-def others(path: Path, count: int) -> dict[str, Any]:
-    """A placement's documents in other orders: the slowest ranks."""
+def measure_others(path: Path, count: int) -> dict[str, Any]:
+    """Compute the slowest ranks for other orders of a placement's documents."""
     layout = read_placement(path)
-    lengths, found = lengths_of(layout), {}
+    lengths, found = list_lengths(layout), {}
     for seed in range(count):
         order = np.random.default_rng(seed).permutation(len(lengths))
-        placed = as_loaded([lengths[at] for at in order], layout.world_size)
-        found[f"order {seed}"] = {kind: slowest(placed, kind) for kind in KINDS}
+        placed = place_in_order([lengths[at] for at in order], layout.world_size)
+        found[f"order {seed}"] = {kind: measure_slowest(placed, kind) for kind in KINDS}
     return found
 
 
-def dealt(path: Path) -> dict[str, Any]:
-    """What planning dealt documents takes: processor seconds, and peak memory in MB of a plan and a
-    route.
-    """
+def measure_dealt(path: Path) -> dict[str, Any]:
+    """Measure planning of dealt documents: processor seconds, and peak MB of plan and route."""
     layout = read_placement(path)
-    lengths, ranks = lengths_of(layout), layout.world_size
+    lengths, ranks = list_lengths(layout), layout.world_size
     placed = deal(lengths, ranks, -(-sum(lengths) // ranks), CUDA)
     tracemalloc.start()
     Route.build(balance(placed, CUDA, DistCAConfig()), 0)
     peak = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     return {"ranks": ranks, "peak_megabytes": peak} | {
-        kind: processor_seconds(placed, CUDA, DistCAConfig(ping_pong=kind == "overlapped"))[1]
+        kind: time_planning(placed, CUDA, DistCAConfig(ping_pong=kind == "overlapped"))[1]
         for kind in ("serial", "overlapped")
     }
 
 
-def overview(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median, nine in ten and worst over all placements, given and in other orders."""
+def summarize_all(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarize all placements, given and in other orders: median, 90th percentile and worst."""
     found: dict[str, list[float]] = {}
     for row in results:
         for kind in KINDS:
@@ -189,8 +183,8 @@ def overview(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def missed(summary: dict[str, Any]) -> list[str]:
-    """Figures above their limits."""
+def list_missed(summary: dict[str, Any]) -> list[str]:
+    """List the figures above their limits."""
     return [
         f"{kind}, {name}: {summary[kind][name]:.3f} is above {limit}"
         for kind, limits in LIMITS.items()
@@ -199,8 +193,8 @@ def missed(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def reference_of(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """The published planner's results by placement and tolerance; empty if there are none."""
+def read_reference(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Read the published planner's results by placement and tolerance; empty without a file."""
     path = folder.resolve().parent / "workloads_reference.json"
     if not path.exists():
         print(f"no {path}: nothing to compare with.", file=sys.stderr)
@@ -241,22 +235,22 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_placements(parser)
     add_option(parser, "--repeats", 5, "plans per placement; the median time counts")
-    add_option(parser, "--others", 0, "other orders of each placement's documents")
-    text = "add what planning dealt documents takes"
+    add_option(parser, "--others", 0, "number of other orders of each placement's documents")
+    text = "add time and memory of planning dealt documents"
     parser.add_argument("--dealt", action="store_true", help=text)
     arguments = parser.parse_args()
-    reference = reference_of(arguments.placements)
+    reference = read_reference(arguments.placements)
 
     def measure_one(path: Path) -> dict[str, Any]:
         result = measure(path, max(arguments.repeats, 1))
-        result |= {"others": others(path, arguments.others)} if arguments.others else {}
-        result |= {"dealt": dealt(path)} if arguments.dealt else {}
+        result |= {"others": measure_others(path, arguments.others)} if arguments.others else {}
+        result |= {"dealt": measure_dealt(path)} if arguments.dealt else {}
         return {**result, "reference": reference.get(path.stem, {})}
 
     results = measure_placements(parser, arguments.placements, measure_one)
-    summary = overview(results)
-    put_out(arguments, {"limit": LIMIT, "overview": summary, "placements": results}, show)
-    misses = missed(summary) if reference and not arguments.others else []
+    summary = summarize_all(results)
+    output_result(arguments, {"limit": LIMIT, "overview": summary, "placements": results}, show)
+    misses = list_missed(summary) if reference and not arguments.others else []
     end(
         [
             *(

@@ -11,21 +11,21 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
 
 
-def one_against_eight(tokens: int, number: int) -> list[int]:
-    """Lengths of one long document, or of eight short ones with as many tokens."""
+def choose_lengths(tokens: int, number: int) -> list[int]:
+    """Return the length of one long document, or of eight short ones with as many tokens."""
     return [[tokens], [tokens // 8] * 8][number]
 
 
-def batch_of(lengths: list[int], seed: int) -> dict[str, Any]:
-    """One row of random documents."""
+def make_batch(lengths: list[int], seed: int) -> dict[str, Any]:
+    """Make one row of documents with random tokens."""
     generator = torch.Generator().manual_seed(seed)
     documents = [torch.randint(0, 512, (n,), generator=generator).tolist() for n in lengths]
     return hf_distca.PackingCollator()([{"documents": documents}])
 
 
 def draw_lengths(tokens: int, ranks: int) -> list[int]:
-    """Documents of a global batch, in a loader's order: one of half a rank, one of one and a
-    quarter, and shorter ones.
+    """Draw the document lengths of a global batch, in a loader's order: one of half a rank, one of
+    a rank and a quarter, and shorter ones.
     """
     total, lengths = tokens * ranks, [tokens // 2, tokens * 5 // 4]
     choose = np.random.default_rng(0)
@@ -35,8 +35,8 @@ def draw_lengths(tokens: int, ranks: int) -> list[int]:
     return lengths
 
 
-def share_of(documents: list[torch.Tensor], packed: PackedDocuments) -> dict[str, Any]:
-    """A rank's share of documents, with the next token of each as its label."""
+def make_share(documents: list[torch.Tensor], packed: PackedDocuments) -> dict[str, Any]:
+    """Make a rank's batch from its shares of documents; labels are each document's next tokens."""
     targets = [torch.cat([document[1:], torch.tensor([-100])]) for document in documents]
     starts = packed.starts or (0,) * len(packed.lengths)
     numbers = packed.documents or tuple(range(len(packed.lengths)))

@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""The machine and the versions that a measurement ran on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("hf-distca", "torch", "transformers", "accelerate", "deepspeed", "nu
 
 
 def describe(*more: str) -> dict[str, str | int]:
-    """Machine, versions of packages and of others that are named, and date."""
+    """Return the machine, the versions of packages (also of those passed in) and the date."""
     cpu = Path("/proc/cpuinfo")
     models = (
         [line for line in cpu.read_text().splitlines() if line.startswith("model name")]

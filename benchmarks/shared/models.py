@@ -1,4 +1,4 @@
-"""Small Llamas that scripts train."""
+"""Small Llama models for scripts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def llama_config(
+def make_llama_config(
     sizes: tuple[int, int, int], heads: tuple[int, int], words: int, **more: Any
 ) -> LlamaConfig:
-    """A Llama by width, width of its feed-forward layers and number of layers; query and key/value
-    heads; and vocabulary.
+    """Make the config of a Llama. `sizes` are width, feed-forward width and layers; `heads` are
+    query and key/value heads; `words` is the size of the vocabulary.
     """
     hidden, wide, layers = sizes
     return LlamaConfig(
@@ -29,13 +29,13 @@ def llama_config(
     )
 
 
-def plain_model_of(
+def make_plain_model(
     arguments: argparse.Namespace, implementation: str, hidden: int | None = None
 ) -> LlamaForCausalLM:
-    """A Llama of these layers and heads of 64, and as wide as they are together, or `hidden`."""
+    """Make a Llama with heads of 64, as wide as all heads together or `hidden`."""
     torch.manual_seed(0)
     hidden, heads = hidden or arguments.heads * 64, arguments.heads
-    config = llama_config(
+    config = make_llama_config(
         (hidden, hidden * 172 // 64, arguments.layers),
         (heads, max(heads // 2, 1)),
         512,
@@ -45,8 +45,8 @@ def plain_model_of(
     return LlamaForCausalLM(config).train()
 
 
-def model_of(
+def make_model(
     arguments: argparse.Namespace, implementation: str, hidden: int | None = None
 ) -> DistributedDataParallel:
-    """The same under DDP."""
-    return DistributedDataParallel(plain_model_of(arguments, implementation, hidden))
+    """Make the same model under DDP."""
+    return DistributedDataParallel(make_plain_model(arguments, implementation, hidden))

@@ -1,4 +1,4 @@
-"""Placements of documents on ranks, and the shape and rates that most plans are made with."""
+"""Placements of documents on ranks, and the shape and rates of most plans."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hf_distca.schedule.layout import Layout
 LLAMA_3_8B = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-# By the built-in figures of a GPU, for links of one rate; then 300 GB/s inside nodes, 40 between.
+# Built-in figures of a GPU: links of one rate first, then 300 GB/s inside nodes and 40 between.
 CUDA = CostModel.make_analytic(LLAMA_3_8B, device_type="cuda")
 TWO_LEVELS = replace(CUDA, exchange_bytes_per_second=4e10, node_bytes_per_second=3e11)
 
 
-def lengths_of(layout: Layout) -> list[int]:
-    """Tokens of each document, in order of their numbers."""
+def list_lengths(layout: Layout) -> list[int]:
+    """List the tokens of each document, in the order of document numbers."""
     documents, place = np.unique(layout.document, return_inverse=True)
     return [int(n) for n in np.bincount(place, weights=layout.length, minlength=len(documents))]
 
 
 def spread_tokens(layout: Layout) -> list[int]:
-    """Tokens that each rank gets if those of all documents are dealt as evenly as can be."""
+    """List the tokens of each rank after an even split of all tokens."""
     count, total = layout.world_size, int(layout.length.sum())
     return [total // count + (rank < total % count) for rank in range(count)]
 
@@ -46,7 +46,9 @@ def add_placements(parser: argparse.ArgumentParser) -> None:
 def measure_placements(
     parser: argparse.ArgumentParser, folder: Path, measure: Callable[[Path], Any]
 ) -> list[Any]:
-    """Measure each placement of a folder; wrong ones, or none, end the script with one line."""
+    """Measure each placement of a folder. An invalid placement, or an empty folder, ends the script
+    with an error in one line.
+    """
     paths = sorted(folder.glob("*.json"))
     if not paths:
         parser.error(f"--placements {folder} has no .json files: there is nothing to measure.")
@@ -60,7 +62,7 @@ def measure_placements(
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Median, nine in ten and worst."""
+    """Compute the median, the 90th percentile and the largest value."""
     return {
         "median": statistics.median(values),
         "nine_in_ten": float(np.percentile(values, 90, method="higher")),

@@ -23,22 +23,22 @@ T = TypeVar("T")
 Value = TypeVar("Value")
 
 
-def on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace) -> Any:
-    """Run ``measure(rank, ranks, arguments)`` in so many processes.
+def run_on_ranks(measure: Measure, ranks: int, arguments: argparse.Namespace) -> Any:
+    """Run ``measure(rank, ranks, arguments)`` in `ranks` processes.
 
     Returns:
-        What rank 0 returns, as JSON keeps it.
+        The result of rank 0, after a round trip through JSON.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mp.spawn(be_rank, (measure, ranks, arguments, folder), nprocs=ranks)
+        mp.spawn(run_rank, (measure, ranks, arguments, folder), nprocs=ranks)
         return read_result(folder)
 
 
-def be_rank(
+def run_rank(
     rank: int, measure: Measure, ranks: int, arguments: argparse.Namespace, folder: Path
 ) -> None:
-    """Be a rank, which writes to this folder what it finds if it is the first."""
+    """Run `measure` as one rank; rank 0 writes the result to the folder."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
@@ -54,20 +54,20 @@ def read_result(folder: Path) -> Any:
 
 
 def gather(own: T) -> list[T]:
-    """What each rank has of something."""
+    """Gather a value of every rank on all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
 
 
-def rounds(rank: int, count: int) -> Iterable[int]:
-    """The numbers of so many rounds, with progress on rank 0."""
+def iterate_rounds(rank: int, count: int) -> Iterable[int]:
+    """Iterate over `count` rounds, with a progress bar on rank 0."""
     return tqdm(range(count), desc="rounds", file=sys.stderr, disable=rank > 0)
 
 
-def in_turns(modes: Iterable[T], number: int) -> list[T]:
-    """Modes in the order of a round: forwards and backwards in turns, so that a drifting machine
-    slows all of them.
+def order_modes(modes: Iterable[T], number: int) -> list[T]:
+    """List the modes in the order of a round. Every second round runs backwards, so that a machine
+    that slows down slows all modes.
     """
     return list(modes)[:: 1 if number % 2 == 0 else -1]
 
@@ -75,21 +75,21 @@ def in_turns(modes: Iterable[T], number: int) -> list[T]:
 def take_turns(
     modes: Iterable[T], step: Callable[[T], Value], rank: int, count: int
 ) -> dict[T, list[Value]]:
-    """What a step of each mode returns in each of so many rounds."""
+    """Run `step` once for each mode in each of `count` rounds, and return all results by mode."""
     found: dict[T, list[Value]] = {mode: [] for mode in modes}
-    for number in rounds(rank, count):
-        for mode in in_turns(found, number):
+    for number in iterate_rounds(rank, count):
+        for mode in order_modes(found, number):
             found[mode].append(step(mode))
     return found
 
 
-def medians(seconds: Mapping[T, Sequence[float]]) -> dict[T, float]:
-    """The median of each mode that ran."""
+def compute_medians(seconds: Mapping[T, Sequence[float]]) -> dict[T, float]:
+    """Compute the median of each mode that ran."""
     return {mode: statistics.median(taken) for mode, taken in seconds.items() if taken}
 
 
-def median_ratio(taken: Sequence[float], other: Sequence[float]) -> float:
-    """The median over rounds of the ratio within a round."""
+def compute_median_ratio(taken: Sequence[float], other: Sequence[float]) -> float:
+    """Compute the ratio within each round, and return its median over rounds."""
     return statistics.median(a / b for a, b in zip(taken, other, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What scripts share: options, tables, and where the result goes."""
+"""Functions that all scripts use: options, tables and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from machine import describe
 
 
 def make_parser(about: str | None) -> argparse.ArgumentParser:
-    """Make a parser with a script's docstring and ``--json [FILE]``."""
+    """Make a parser with the docstring of a script and ``--json [FILE]``."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=raw)
     text = "write JSON to FILE, or to standard output"
@@ -25,20 +25,20 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, default: Any, text: str) -> None:
-    """Add an option that takes a value like its default; if that is a list, one or several."""
+    """Add an option with the type of its default; a list as default allows several values."""
     several = isinstance(default, list)
     kind = type(default[0] if several else default)
     text = f"{text} (default: %(default)s)"
     parser.add_argument(name, type=kind, default=default, nargs="+" if several else None, help=text)
 
 
-def put_out(
+def output_result(
     arguments: argparse.Namespace,
     result: dict[str, Any],
     show: Callable[[dict[str, Any]], None],
     **setting: Any,
 ) -> None:
-    """Show a result, or write it as JSON to where ``--json`` says, with machine and setting."""
+    """Print a result, or with ``--json`` write it as JSON with the machine and the options."""
     options = {name: value for name, value in vars(arguments).items() if name != "json"}
     result = {"machine": describe(), "setting": setting | options, **result}
     if arguments.json is None:
@@ -52,7 +52,7 @@ def put_out(
 
 
 def end(misses: Sequence[str]) -> None:
-    """End with 1 and these lines, if there are any."""
+    """Exit with status 1 and print these lines, if there are any."""
     if misses:
         sys.exit("\n".join(misses))
 
@@ -66,7 +66,7 @@ def print_table(
     width: int = 150,
     **style: Any,
 ) -> None:
-    """Print a table, the first `texts` columns to the left and the others to the right."""
+    """Print a table. The first `texts` columns are left-aligned, the others right-aligned."""
     table = Table(title=title, **style)
     for place, name in enumerate(columns):
         justify: Literal["left", "right"] = "left" if place < texts else "right"

@@ -1,4 +1,4 @@
-"""Messages that arrive late, as over a network that is slower than this machine."""
+"""Delayed messages, as over a network that is slower than this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_distca.runtime.channel import Channel, Transfer
 
 
 class Late:
-    """A message that arrives no earlier than a moment, in seconds of `time.perf_counter`."""
+    """A message that arrives no earlier than a given time of `time.perf_counter`, in seconds."""
 
     def __init__(self, transfer: Transfer, earliest: float) -> None:
         self.transfer, self.earliest = transfer, earliest
@@ -26,8 +26,8 @@ class Late:
 
 @contextmanager
 def late_messages(seconds: Callable[[int], float]) -> Iterator[None]:
-    """Let messages arrive so many seconds after their launch, at least; by the bytes that a rank
-    receives or sends, whichever are more.
+    """Delay every message by `seconds(bytes)` after its launch, or more. `bytes` is the larger of
+    what the rank sends and what it receives.
     """
     original = Channel.start
 

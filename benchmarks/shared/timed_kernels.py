@@ -1,5 +1,5 @@
-"""Kernels that take as long as a cost model says: a rank then has a processor to itself, whatever
-else runs on the machine.
+"""Kernels that sleep for the time that a cost model predicts, as if each rank had a processor to
+itself, whatever else runs on the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUILT_IN = CostModel.make_analytic(AttentionShape(1, 1, 64, 64, 4), device_type=
 
 
 def make_slower(heads: int, *, task: float = 1.0, flop: float = 1.0) -> CostModel:
-    """The built-in figures of a CPU, with tasks that take so many times as long, and flops."""
+    """Make a CPU's cost model with tasks and flops slower by these factors."""
     forward, backward = (
         KernelCost(one.task_seconds * task, one.bytes_per_second, one.flops_per_second / flop)
         for one in (BUILT_IN.forward, BUILT_IN.backward)
@@ -32,9 +32,9 @@ def make_slower(heads: int, *, task: float = 1.0, flop: float = 1.0) -> CostMode
 
 @contextmanager
 def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[None]:
-    """Let kernels sleep for so many times the seconds of a cost model, and compute nothing.
+    """Replace kernels by sleep: `slowness` times the seconds that the cost model predicts.
 
-    Without a cost model they compute, and sleep until they took so many times as long.
+    Without a cost model, kernels compute, and then sleep until they took `slowness` times as long.
     """
     forward, backward = CpuKernel.forward, CpuKernel.backward
 
@@ -43,7 +43,7 @@ def timed_kernels(cost: CostModel | None, slowness: float = 1.0) -> Iterator[Non
         if cost is None:
             time.sleep((slowness - 1) * taken)
         else:
-            # Tasks may be of some heads only.
+            # A task may have only some of the heads.
             shape = replace(
                 cost.shape, query_heads=pools.q_THD.shape[1], key_value_heads=pools.k_TKD.shape[1]
             )

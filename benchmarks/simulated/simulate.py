@@ -1,15 +1,15 @@
 """Predicted step time, waiting and memory of a training run under eleven strategies, and the
-longest document that ranks hold together.
+longest document that all ranks hold together.
 
     python benchmarks/simulated/simulate.py --lengths prolong --ranks 64
     python benchmarks/simulated/simulate.py --longest --model qwen3-8b --ranks 8
 
-Nothing is run and no GPU is needed. Strategies are compared on the same documents: packed rows,
-balancing in the loader, context parallelism, Ulysses, WLB-LLM, and hf-distca.
+Nothing is run, and no GPU is needed. All strategies get the same documents: packed rows, balancing
+in the loader, context parallelism, Ulysses, WLB-LLM, and hf-distca.
 
-speed: against the fastest strategy that does not disaggregate attention; none where memory is full
-or cut documents lose attention. idle: waiting for slower ranks. waits: for messages of attention;
-hidden: messages while computing.
+speed: relative to the fastest strategy that does not disaggregate attention; empty if memory is
+exceeded or cut documents lose attention. idle: waiting for slower ranks. waits: for messages of
+attention; hidden: messages during compute.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 from hf_distca.errors import DistCAError
 from hf_distca.tools.cli.lengths import open_documents
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 from simulator.hardware import DEVICES, find_hardware
 from simulator.longest import WAYS, LongestDocument, find_longest_documents
 from simulator.memory import TERMS, find_fullest_moment
@@ -47,7 +47,7 @@ _STYLE: dict[str, Any] = {
 
 
 def make_setting(given: argparse.Namespace) -> Setting:
-    """Make the setting that the options describe; raise for options out of their ranges."""
+    """Make the setting of the options; raise an error for options out of range."""
     device = find_hardware(given.hardware, given.kernel)
     degrees = "fsdp" if given.tp == given.pp == 1 else "zero1"
     setting = Setting(
@@ -69,7 +69,7 @@ def make_setting(given: argparse.Namespace) -> Setting:
 
 
 def find_shape(model: str) -> ModelShape:
-    """Return a known shape by name, or that of a config.json, given as the file or its folder."""
+    """Return a known shape by name, or the shape of a config.json given as a file or folder."""
     path = Path(model)
     if model.lower() in KNOWN_MODELS or not (path.is_file() or (path / "config.json").is_file()):
         return find_model(model)
@@ -77,9 +77,7 @@ def find_shape(model: str) -> ModelShape:
 
 
 def predict(given: argparse.Namespace, setting: Setting) -> tuple[list[Prediction], str]:
-    """Predict the strategies, with a progress bar if it takes over a second; and describe the
-    documents.
-    """
+    """Predict the strategies, with a progress bar; also return a description of documents."""
     names = given.strategy or list(STRATEGIES)
     documents = open_documents(given.lengths, "input_ids", given.max_length)
     documents = replace(documents, seed=given.seed)
@@ -106,7 +104,7 @@ def show_predictions(steps: list[Prediction], result: dict[str, Any]) -> None:
 
 
 def format_cells(step: Prediction, best: Prediction | None) -> list[str]:
-    """Format a prediction, with its speed against the best alternative."""
+    """Format a prediction and its speed relative to the best alternative."""
     degree, seconds = step.degree, step.step_seconds
     return [
         step.title,
@@ -146,9 +144,9 @@ def show_longest(setting: Setting, found: list[LongestDocument], _: dict[str, An
         **_STYLE,
     )
     print(
-        f"A rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f} GB"
-        " of its host. Each column adds to the one before. checkpointing: of every layer,"
-        " attention\nkept. offload: checkpoints wait in the host's memory. fused layers: Liger's"
+        f"Each rank has {hardware.memory_bytes / 1e9:.0f} GB, and {hardware.host_bytes / 1e9:.0f}"
+        " GB of its host. Each column adds to the previous one. checkpointing: every layer, keeping"
+        "\nattention outputs. offload: checkpoints wait in the host's memory. fused layers: Liger's"
         " norms and gated activation."
     )
 
@@ -158,23 +156,23 @@ def read_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     add("--ranks", type=int, required=True, help="devices, 1 to 65536")
     text = "a JSON list, or pretrain, prolong, equal:TOKENS, lognormal:MEDIAN:SIGMA"
     add("--lengths", help=f"document lengths: {text}")
-    add("--max-length", type=int, help="documents are cut off at this length")
-    add_option(parser, "--tokens-per-rank", 65536, "tokens of a micro-batch")
-    add_option(parser, "--model", "llama-3-8b", "a known shape, or a config.json or its folder")
+    add("--max-length", type=int, help="cut documents off at this length")
+    add_option(parser, "--tokens-per-rank", 65536, "tokens per micro-batch and rank")
+    add_option(parser, "--model", "llama-3-8b", "a known shape, a config.json, or its folder")
     add_option(parser, "--hardware", "h100", f"one of {', '.join(DEVICES)}")
-    add("--kernel", help="attention kernel (default: flash_attn_2, on b200 flash_attn_4)")
+    add("--kernel", help="attention kernel (default: flash_attn_2; b200: flash_attn_4)")
     add_option(parser, "--tp", 1, "tensor-parallel degree")
     add_option(parser, "--pp", 1, "pipeline stages")
-    add_option(parser, "--micro-batches", 1, "of a step")
-    add("--ranks-per-node", type=int, help="devices of a node (default: 8, of gb200 72)")
-    text = "how weights and optimizer are kept (default: fsdp, with --tp or --pp zero1)"
+    add_option(parser, "--micro-batches", 1, "micro-batches per step")
+    add("--ranks-per-node", type=int, help="devices per node (default: 8; gb200: 72)")
+    text = "sharding of weights and optimizer (default: fsdp; with --tp or --pp: zero1)"
     add("--sharding", choices=("fsdp", "zero1", "ddp"), help=text)
-    text = "what backward repeats (default: nothing if that fits in memory, else everything)"
+    text = "what backward repeats (default: nothing if that fits in memory, otherwise everything)"
     add("--checkpointing", choices=("none", "selective", "full"), help=text)
     add_option(parser, "--batches", 10, "global batches; figures are means")
-    add_option(parser, "--seed", 0, "of the drawn documents")
-    add("--strategy", nargs="+", choices=STRATEGIES, help="by name (default: all)")
-    text = "say how long a document may be that all ranks hold together"
+    add_option(parser, "--seed", 0, "seed of the drawn documents")
+    add("--strategy", nargs="+", choices=STRATEGIES, help="names of strategies (default: all)")
+    text = "print the longest document that all ranks can hold together"
     add("--longest", action="store_true", help=text)
     given = parser.parse_args()
     if not (given.longest or given.lengths):
@@ -190,14 +188,14 @@ def main() -> None:
         if given.longest:
             found = find_longest_documents(setting)
             report: dict[str, Any] = {"longest": [asdict(one) for one in found]}
-            put_out(given, report, partial(show_longest, setting, found))
+            output_result(given, report, partial(show_longest, setting, found))
             return
         steps, lengths = predict(given, setting)
     except DistCAError as error:
         parser.error(str(error))
     report = {"lengths": lengths, "strategies": [asdict(step) for step in steps]}
     report["checkpointing"] = setting.checkpointing
-    put_out(given, report, partial(show_predictions, steps))
+    output_result(given, report, partial(show_predictions, steps))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Gives each of several processes a fixed part of a processor core, as if each had a slower core of
-its own.
+"""Limits each of several processes to a fixed share of a processor core, as if each had a slower
+core to itself.
 
-A machine with two cores can then time four processes by the clock: each with 0.45 of a core,
-however little the others do. Linux does it (control groups, CPU bandwidth:
-https://docs.kernel.org/scheduler/sched-bwc.html); it takes root's rights.
+Four processes on two cores can then be timed by the clock: each has 0.45 of a core, however little
+the others use. Linux sets the limit (control groups, CPU bandwidth:
+https://docs.kernel.org/scheduler/sched-bwc.html), which needs root.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # of version 1 and of version 2
-# A process that has used its part waits until the next one; with 5 ms it gets a tenth less than its
-# part.
+ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # version 1, version 2
+# A process that has used its share waits for the next period. Periods of 5 ms would give it a tenth
+# less.
 PERIOD_US = 10_000
 
 
 @contextmanager
 def core_shares(count: int, share: float) -> Iterator[list[Path]]:
-    """Groups for so many processes, each of which may use that part of a core.
+    """Make control groups for `count` processes, each limited to `share` of a core.
 
     Args:
-        count: of processes.
-        share: of a core, above 0.
+        count: number of processes.
+        share: share of a core, above 0.
 
     Yields:
-        The folder of each. A process joins with `join`, and has ended before this does.
+        The folder of each group. A process enters with `join`, and must end before this does.
 
     Raises:
-        RuntimeError: if this machine has no such groups, or this user may not make any.
+        RuntimeError: if this machine has no control groups, or this user may not make them.
     """
     root = next((one for one in ROOTS if (one / "cgroup.procs").exists()), ROOTS[-1])
     folders = [root / f"part_of_a_core_{os.getpid()}_{at}" for at in range(count)]
@@ -47,12 +47,12 @@ def core_shares(count: int, share: float) -> Iterator[list[Path]]:
 
 
 def join(folder: Path) -> None:
-    """Put this process and all of its threads into a group."""
+    """Put this process and all its threads into a group."""
     (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def used() -> float:
-    """The part of a core that this process gets, from a second in which it does not pause."""
+def measure_share() -> float:
+    """Measure the share of a core that this process gets, during one second without pauses."""
     began, before = time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - began) < 1:
         pass
@@ -69,5 +69,5 @@ def _make(folder: Path, quota_us: int) -> None:
             (folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
     except OSError as error:
         raise RuntimeError(
-            f"parts of a core need Linux with control groups, and root: {error}"
+            f"shares of a core need Linux control groups and root: {error}"
         ) from error

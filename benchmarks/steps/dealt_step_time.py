@@ -1,10 +1,9 @@
-"""Seconds of a training step on the same documents, placed on ranks in four ways, side by side in
-one run.
+"""Seconds of a training step on the same documents, placed on ranks in four ways, in one run.
 
-One document is longer than what a rank holds. Processes have one thread each. Ways take turns
-within each round, so that a drifting machine slows all of them; the figures are medians over
-rounds. The ideal is what ranks take that each compute all of it by themselves at the same time,
-exchanging nothing, divided by their number.
+One document is longer than a rank. Processes have one thread each. Ways take turns within each
+round, so that a machine that slows down slows all of them; figures are medians over rounds. For the
+ideal, all ranks compute the whole batch at the same time without exchanges, and the seconds are
+divided by the number of ranks.
 
     python benchmarks/steps/dealt_step_time.py --json
     python benchmarks/steps/dealt_step_time.py --hybrid --layers 4 --tokens 4096 --json
@@ -27,23 +26,23 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from batches import draw_lengths, share_of
-from deal import over_all_ranks
+from batches import draw_lengths, make_share
+from deal import cut_over_all_ranks
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
 from hf_distca.schedule.layout import Layout
-from models import model_of
+from models import make_model
 from processes import (
     add_model_options,
     add_rounds,
+    compute_median_ratio,
+    compute_medians,
     gather,
-    median_ratio,
-    medians,
-    on_ranks,
+    run_on_ranks,
     take_turns,
 )
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 
 WAYS = {
     "dealt": ("dealt", True),
@@ -54,10 +53,8 @@ WAYS = {
 ALONE = "one rank"
 
 
-def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDataParallel:
-    """A Qwen3-Next as wide as `model_of`: three layers of a gated delta rule before each layer of
-    attention.
-    """
+def make_hybrid(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDataParallel:
+    """Make a Qwen3-Next as wide as `make_model`: three gated delta rules before each attention."""
     torch.manual_seed(0)
     heads, layers, hidden = arguments.heads, arguments.layers, arguments.heads * 64
     config = Qwen3NextConfig(
@@ -83,10 +80,10 @@ def hybrid_of(arguments: argparse.Namespace) -> torch.nn.parallel.DistributedDat
 
 
 class OverAll(Dealing):
-    """Every document head and tail over all ranks, as context parallelism does."""
+    """Deals every document head and tail over all ranks, like context parallelism."""
 
     def deal_layouts(self, lengths: np.ndarray) -> tuple[Layout, ...]:
-        return (over_all_ranks(lengths.tolist(), self.ranks),)
+        return (cut_over_all_ranks(lengths.tolist(), self.ranks),)
 
 
 class Steps:
@@ -95,7 +92,7 @@ class Steps:
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self.rank, self.ranks = rank, arguments.ranks
         self.lengths = draw_lengths(arguments.tokens, arguments.ranks)
-        self.model = hybrid_of(arguments) if arguments.hybrid else model_of(arguments, "distca")
+        self.model = make_hybrid(arguments) if arguments.hybrid else make_model(arguments, "distca")
         self.targets = sum(length - 1 for length in self.lengths)
         config = hf_distca.configure()
         keys = list_layer_keys(self.model.module, None, "cpu")
@@ -109,21 +106,21 @@ class Steps:
         self.losses: dict[str, float] = {}
 
     def packed(self, placement: str, rank: int) -> PackedDocuments:
-        """A rank's share of the global batch."""
+        """Return a rank's share of the global batch."""
         return self.dealings[placement].make_share(np.array(self.lengths), (0, 0), rank)
 
     def batch(self, packed: PackedDocuments) -> dict[str, Any]:
-        """The tokens of a share of random documents."""
+        """Make the batch of a share, with random tokens."""
         documents = [
             torch.randint(0, 512, (n,), generator=torch.Generator().manual_seed(i))
             for i, n in enumerate(self.lengths)
         ]
-        return share_of(documents, packed) | {"num_items_in_batch": self.targets}
+        return make_share(documents, packed) | {"num_items_in_batch": self.targets}
 
     def step(self, way: str) -> float:
-        """Seconds until all ranks are done."""
+        """Run a step; return the seconds until all ranks are done."""
         if way == ALONE:
-            return self.alone()
+            return self.time_alone()
         placement, balanced = WAYS[way]
         batch = self.batch(self.packed(placement, self.rank))
         dist.barrier()
@@ -137,12 +134,10 @@ class Steps:
         self.losses[way] = sum(gather(float(loss.detach())))
         return seconds
 
-    def alone(self) -> float:
-        """Seconds of a rank that computes the whole global batch, the mean of all ranks, which do
-        it at the same time.
-        """
+    def time_alone(self) -> float:
+        """Return the mean seconds of ranks that all compute the whole global batch at once."""
         batch = self.batch(PackedDocuments(self.lengths))
-        self.model.eval()  # nobody else takes part
+        self.model.eval()  # no other rank takes part
         dist.barrier()
         started = time.perf_counter()
         with self.model.no_sync():
@@ -154,9 +149,9 @@ class Steps:
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Figures of one run. A ratio is the median over rounds of the ratio within a round."""
+    """Compute the figures of one run. A ratio is the median of the ratios within rounds."""
     steps = Steps(arguments, rank)
-    steps.step("dealt")  # the first step pays for buffers and caches
+    steps.step("dealt")  # the first step allocates buffers and fills caches
     seconds = take_turns([*WAYS, ALONE], steps.step, rank, arguments.rounds)
     alone = seconds.pop(ALONE)
     return {
@@ -166,14 +161,16 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
             for name in steps.dealings
         },
         "seconds": seconds,
-        "median_seconds": medians(seconds),
+        "median_seconds": compute_medians(seconds),
         "losses": steps.losses,
         "seconds_of_all_by_one": alone,
         "dealt_to": {
-            way: median_ratio(seconds["dealt"], seconds[way]) for way in WAYS if way != "dealt"
+            way: compute_median_ratio(seconds["dealt"], seconds[way])
+            for way in WAYS
+            if way != "dealt"
         },
         "share_of_ideal": {
-            way: median_ratio(alone, taken) / ranks for way, taken in seconds.items()
+            way: compute_median_ratio(alone, taken) / ranks for way, taken in seconds.items()
         },
     }
 
@@ -189,7 +186,7 @@ def show(result: dict[str, Any]) -> None:
         )
         for way, seconds in result["median_seconds"].items()
     )
-    columns = "documents", "median seconds", "share of the ideal", "dealt takes of it"
+    columns = "documents", "median seconds", "share of the ideal", "dealt / this"
     title = f"step time, {setting['tokens']} tokens a rank, {setting['ranks']} ranks"
     print_table(title, columns, rows)
     losses = result["losses"].values()
@@ -200,11 +197,11 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_option(parser, "--ranks", 2, "processes")
     add_model_options(parser, tokens=8192, layers=2)
-    text = "a Qwen3-Next of at least 4 layers instead of a Llama"
+    text = "train a Qwen3-Next with at least 4 layers instead of a Llama"
     parser.add_argument("--hybrid", action="store_true", help=text)
     add_rounds(parser)
     arguments = parser.parse_args()
-    put_out(arguments, on_ranks(measure, arguments.ranks, arguments), show)
+    output_result(arguments, run_on_ranks(measure, arguments.ranks, arguments), show)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Loss curves of the same training in four ways: two under sdpa, and two under distca, on two ranks
+"""Loss curves of the same training in four ways, two under sdpa and two under distca, on two ranks
 of this machine.
 
     python benchmarks/steps/loss_curve.py
 
-Every step has the same documents in all ways: bytes of Python's own library, one of them longer
-than what a rank holds. Under sdpa, each document is a forward of its own. The second of these runs
-takes the documents in another order, which changes nothing but the rounding of sums. Rounding grows
-from step to step, so the default is float64, where what is not rounding stands out; transformers
-computes norms, rotary embeddings and the loss in float32 all the same.
+Every step has the same documents in all ways: bytes of Python's own library. One document is longer
+than a rank. Under sdpa, each document is a separate forward. The second run under sdpa takes the
+documents in another order, which changes only the rounding of sums. Rounding grows from step to
+step, so the default dtype is float64, where other differences stand out. transformers still
+computes norms, rotary embeddings and the loss in float32.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import torch.distributed as dist
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from batches import draw_lengths, share_of
+from batches import draw_lengths, make_share
 from curves_picture import draw
 from hf_distca.agreement.dealt_share import Dealing
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.layer_kinds import list_layer_keys, make_initial_cost
-from models import plain_model_of
-from processes import add_model_options, on_ranks, rounds
-from script import add_option, make_parser, print_table, put_out
+from models import make_plain_model
+from processes import add_model_options, iterate_rounds, run_on_ranks
+from script import add_option, make_parser, output_result, print_table
 
 RANKS = 2
 WAYS = ("sdpa", "sdpa, other order", "distca, in order", "distca, dealt")
 
 
 @cache
-def corpus() -> torch.Tensor:
-    """Bytes of the library's modules, one after another."""
+def read_corpus() -> torch.Tensor:
+    """Return the bytes of the library's modules in order."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return torch.frombuffer(
         bytearray(b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))),
@@ -49,24 +49,24 @@ def corpus() -> torch.Tensor:
     ).long()
 
 
-def documents_of(step: int, tokens: int) -> list[torch.Tensor]:
-    """The documents of a step, each from a place of its own."""
+def pick_documents(step: int, tokens: int) -> list[torch.Tensor]:
+    """Return the documents of a step, each from a different place."""
     lengths = np.random.default_rng(step).permutation(draw_lengths(tokens, RANKS))
     starts = np.random.default_rng(1000 + step).integers(
-        0, len(corpus()) - 2 * tokens, len(lengths)
+        0, len(read_corpus()) - 2 * tokens, len(lengths)
     )
     return [
-        corpus()[start : start + length]
+        read_corpus()[start : start + length]
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
     ]
 
 
 class Training:
-    """A model, its optimizer, and how its batches come to the ranks."""
+    """A model, its optimizer, and the way its batches reach the ranks."""
 
     def __init__(self, way: str, rank: int, arguments: argparse.Namespace) -> None:
         self.way, self.rank = way, rank
-        self.model = plain_model_of(arguments, way.split(",")[0]).to(
+        self.model = make_plain_model(arguments, way.split(",")[0]).to(
             getattr(torch, arguments.dtype)
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=arguments.rate)
@@ -78,16 +78,16 @@ class Training:
         self.dealing = Dealing(RANKS, arguments.tokens, costs, config, placement=placement)
 
     def batches(self, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """What this rank computes in a step, a forward each."""
+        """Make this rank's batches of a step, one per forward."""
         if self.way.startswith("distca"):
             lengths = np.array([len(document) for document in documents])
-            return [share_of(documents, self.dealing.make_share(lengths, (0, 0), self.rank))]
+            return [make_share(documents, self.dealing.make_share(lengths, (0, 0), self.rank))]
         mine = documents[self.rank :: RANKS]
         alone = [{"input_ids": one[None], "labels": one[None]} for one in mine if len(one) > 1]
         return alone[::-1] if self.way.endswith("other order") else alone
 
     def step(self, documents: list[torch.Tensor]) -> float:
-        """The mean loss of a step's tokens, of all ranks."""
+        """Train a step; return the mean loss over its tokens on all ranks."""
         targets = sum(len(document) - 1 for document in documents)
         total = torch.zeros((), dtype=torch.float64)
         for batch in self.batches(documents):
@@ -105,11 +105,11 @@ class Training:
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Losses by way, and how far the others are from the first."""
+    """Train in all ways; return the losses, and the distance of the others from the first."""
     trainings = {way: Training(way, rank, arguments) for way in WAYS}
     losses: dict[str, list[float]] = {way: [] for way in WAYS}
-    for step in rounds(rank, arguments.steps):
-        documents = documents_of(step, arguments.tokens)
+    for step in iterate_rounds(rank, arguments.steps):
+        documents = pick_documents(step, arguments.tokens)
         for way, training in trainings.items():
             losses[way].append(training.step(documents))
     apart = {
@@ -130,7 +130,7 @@ def show(result: dict[str, Any]) -> None:
     )
     columns = "way", "loss of the last ten steps", "largest difference from sdpa"
     print_table("", columns, rows)
-    print(f"{result['exchanges']} dispatches of a rank under distca")
+    print(f"{result['exchanges']} dispatches on each rank under distca")
 
 
 def main() -> None:
@@ -141,10 +141,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--picture", type=Path, help="draw the curves to this file")
     arguments = parser.parse_args()
-    result = on_ranks(measure, RANKS, arguments)
+    result = run_on_ranks(measure, RANKS, arguments)
     if arguments.picture is not None:
         draw(result["losses"], arguments.picture)
-    put_out(arguments, result, show, ranks=RANKS)
+    output_result(arguments, result, show, ranks=RANKS)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Seconds of a training step with the meter of `hf-distca run --observe` and without, side by side
-in one run under sdpa.
+"""Seconds of a training step with and without the meter of `hf-distca run --observe`, in turns in
+one run under sdpa.
 
-Two processes with one thread each; one has a long document, the other eight short ones. Runs of
-steps with the meter and without take turns, and after each run with it there is a log, whose
-seconds count. The figures are ratios of medians: of seconds, and of processor time of rank 0,
-which other programs hardly change.
+Two processes have one thread each: one has a long document, the other eight short ones. Runs of
+steps with and without the meter take turns. Each run with the meter ends with a log, whose seconds
+count. Figures are ratios of medians: of seconds, and of the processor time of rank 0, which other
+programs hardly change.
 
     python benchmarks/steps/observe.py --json results.json
 """
@@ -24,20 +24,20 @@ import torch.distributed as dist
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
-from batches import batch_of, one_against_eight
+from batches import choose_lengths, make_batch
 from hf_distca.tools.observe.run_observer import Observer
-from models import model_of
-from processes import add_model_options, add_rounds, on_ranks, take_turns
-from script import make_parser, put_out
+from models import make_model
+from processes import add_model_options, add_rounds, run_on_ranks, take_turns
+from script import make_parser, output_result
 
 RANKS = 2
 STEPS = 10  # between logs
-Steps = list[tuple[float, float]]  # seconds of each, and those of the processor
+Steps = list[tuple[float, float]]  # wall seconds and processor seconds of each step
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    model = model_of(arguments, "sdpa")
-    batch = batch_of(one_against_eight(arguments.tokens, rank), rank)
+    model = make_model(arguments, "sdpa")
+    batch = make_batch(choose_lengths(arguments.tokens, rank), rank)
     del batch["distca_documents"]
     figures: dict[str, float] = {}
 
@@ -65,7 +65,7 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
             observer.end()
         return taken
 
-    step()  # the first step pays for buffers, the first plan for compiled code
+    step()  # the first step allocates buffers, the first plan loads compiled code
     run("with")
     runs = take_turns(("with", "without"), run, rank, arguments.rounds)
     seconds, processor = (
@@ -99,7 +99,9 @@ def main() -> None:
     add_model_options(parser, tokens=1024, layers=2)
     add_rounds(parser, 10)
     arguments = parser.parse_args()
-    put_out(arguments, on_ranks(measure, RANKS, arguments), show, ranks=RANKS, steps=STEPS)
+    output_result(
+        arguments, run_on_ranks(measure, RANKS, arguments), show, ranks=RANKS, steps=STEPS
+    )
 
 
 if __name__ == "__main__":

@@ -1,35 +1,36 @@
-"""Seconds of a training step in pipeline stages: torch's 1F1B against stages that share attention,
-side by side in one run.
+"""Seconds of a training step in pipeline stages: torch's 1F1B compared with stages that share
+attention, in one run.
 
-Every stage is a process with one thread; micro-batches hold equally many tokens, in documents of
-long-tailed or of even lengths. Modes take turns within each round, so that a drifting machine slows
-all of them; seconds are medians over rounds. Processes keep the memory that they have freed, in all
-modes and for the ideal, as the allocator of a GPU does: pages that a virtual machine has to be
-given again took 0.2 s of a step.
+Every stage is a process with one thread. Micro-batches hold equally many tokens, in documents of
+long-tailed or even lengths. Modes take turns within each round, so that a machine that slows down
+slows all of them; seconds are medians over rounds. In all modes and for the ideal, processes keep
+freed memory, like the allocator of a GPU: getting pages again in a virtual machine took 0.2 s of a
+step.
 
     python benchmarks/steps/pipeline.py --json
 
-The ideal spreads the attention of all stages over them in every tick, for nothing, so that all end
-as early as can be with the linear work that each has. Where processes share cores, a tick takes at
-least its work over the number of cores. Work is what the micro-batches took in the steps of 1F1B,
-in processor time, with the messages between stages. The share gained is what sharing takes off
-1F1B over what the ideal does.
+The ideal spreads the attention of all stages over them in every tick at no cost, so that all end as
+early as their linear work allows. Where processes share cores, a tick takes at least its work
+divided by the number of cores. Work is the processor time of micro-batches in steps of 1F1B, with
+the messages between stages. The share gained is the time that sharing saves over 1F1B, relative to
+what the ideal saves.
 
-Sizes: in a layer of the default model a document of about 1500 tokens takes as long in attention as
-in all else, on a CPU core. For an 8B model on an H100 that is a document of about 26 thousand
-tokens by the simulator's rates. So 24576 tokens here stand for 420 thousand there, and the longest
-document has two thirds of them. Documents are those of micro-batches of 65536 tokens, made shorter
-in proportion. Fewer tokens leave less to be gained, which exchanges and planning then eat.
+Sizes: in a layer of the default model on a CPU core, attention to a document of about 1500 tokens
+takes as long as everything else. For an 8B model on an H100, by the simulator's rates, such a
+document has about 26 thousand tokens. So 24576 tokens here stand for 420 thousand there, and the
+longest document has two thirds of them. Documents come from micro-batches of 65536 tokens,
+shortened in proportion. With fewer tokens there is less to gain, and exchanges and planning take it
+up.
 
-With fewer cores than stages the clock measures the cores. `--core-share 0.45` gives every stage
-0.45 of a core, however little the others do: four slower cores out of two. Seconds are then those
-of the clock times the share, as measured, so seconds of a whole core.
+With fewer cores than stages, the clock measures the cores. `--core-share 0.45` limits every stage
+to 0.45 of a core, however little the others use: two cores become four slower ones. Reported
+seconds are clock seconds times the measured share, that is, seconds of a whole core.
 
-A second table is for machines with less than a core for each stage, or with others on them:
-processor time along the critical path. Of shared ticks it is replayed from what every stage took
-between its messages in the real run (`replay.py`); of 1F1B and the ideal it is simulated from the
-work of micro-batches, with a core for every stage and messages for nothing. It is the least of all
-rounds: whatever else a machine does adds to processor time, for caches and cores are shared.
+A second table is for machines with less than one core per stage, or with other programs: processor
+time along the critical path. For shared ticks it is replayed from the time that every stage took
+between its messages in the real run (`replay.py`). For 1F1B and the ideal it is simulated from the
+work of micro-batches, with one core per stage and free messages. The table has the least of all
+rounds, because other programs share caches and cores and only add processor time.
 """
 
 from __future__ import annotations
@@ -55,37 +56,37 @@ from torch.nn.functional import cross_entropy
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from core_share import core_shares, join, used
+from core_share import core_shares, join, measure_share
 from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.ticks import order_ticks
 from hf_distca.runtime import meter
-from models import plain_model_of
+from models import make_plain_model
 from processes import (
     add_model_options,
     add_rounds,
+    compute_median_ratio,
+    compute_medians,
     gather,
-    in_turns,
-    median_ratio,
-    medians,
-    on_ranks,
-    rounds,
+    iterate_rounds,
+    order_modes,
+    run_on_ranks,
 )
 from replay import Event, Recorder, replay
-from script import add_option, make_parser, print_table, put_out
+from script import add_option, make_parser, output_result, print_table
 
 PLACEMENT = Path(__file__).parents[1] / "placements" / "long_tail_8_ranks.json"
 VOCABULARY = 512
 MODES = ("1f1b", "shared")
-WARM_UP = 2  # shared steps
+WARM_UP = 2  # steps in the mode "shared"
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def scaled(lengths: list[int], tokens: int) -> list[int]:
-    """Documents in the same proportions that have so many tokens together."""
+def scale_lengths(lengths: list[int], tokens: int) -> list[int]:
+    """Scale documents in proportion to `tokens` tokens in all."""
     ends, total, begin, found = 0, sum(lengths), 0, []
     for length in lengths:
         ends += length
@@ -96,20 +97,21 @@ def scaled(lengths: list[int], tokens: int) -> list[int]:
     return found
 
 
-def lengths_of(arguments: argparse.Namespace) -> dict[str, list[list[int]]]:
-    """Lengths of the documents of each micro-batch of a step."""
+def choose_lengths(arguments: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Return the document lengths of each micro-batch of a step."""
     real = json.loads(PLACEMENT.read_text())["lengths"]
     return {
         "long tail": [
-            scaled(real[at % len(real)], arguments.tokens) for at in range(arguments.micro_batches)
+            scale_lengths(real[at % len(real)], arguments.tokens)
+            for at in range(arguments.micro_batches)
         ],
         "even": [[arguments.tokens // 8] * 8] * arguments.micro_batches,
     }
 
 
-def batches(arguments: argparse.Namespace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and position ids of the micro-batches of a step."""
-    lengths = lengths_of(arguments)
+def make_batches(arguments: argparse.Namespace) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Make token ids and position ids for the micro-batches of a step."""
+    lengths = choose_lengths(arguments)
     ids = torch.randint(
         0,
         VOCABULARY,
@@ -123,7 +125,7 @@ def batches(arguments: argparse.Namespace) -> dict[str, tuple[torch.Tensor, torc
 
 
 def keep_memory() -> None:
-    """Let this process keep what it frees, where the C library is glibc (mallopt(3): M_MMAP_MAX and
+    """Make this process keep freed memory, if its C library is glibc (mallopt(3): M_MMAP_MAX and
     M_TRIM_THRESHOLD).
     """
     library = ctypes.CDLL(None)
@@ -138,15 +140,15 @@ class Steps:
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         mesh = init_device_mesh("cpu", (arguments.stages,), mesh_dim_names=("pp",))
         shape = (1, arguments.tokens, arguments.heads * 64)
-        # Each schedule has a stage object of its own, and both have the same module.
-        self.stage = split(plain_model_of(arguments, "distca"), mesh)
-        self.shared = Schedule(self.stage, arguments.micro_batches, loss_of)
+        # Each schedule has its own stage object, and both share a module.
+        self.stage = split(make_plain_model(arguments, "distca"), mesh)
+        self.shared = Schedule(self.stage, arguments.micro_batches, compute_loss)
         classic_stage = self._classic_stage(mesh, shape)
         self.classic, self.chunks = (
-            Schedule1F1B(classic_stage, arguments.micro_batches, loss_of),
+            Schedule1F1B(classic_stage, arguments.micro_batches, compute_loss),
             Chunks(classic_stage),
         )
-        self.batches, self.recorder = batches(arguments), Recorder(rank)
+        self.batches, self.recorder = make_batches(arguments), Recorder(rank)
 
     def _classic_stage(self, mesh: Any, shape: tuple[int, ...]) -> PipelineStage:
         hidden = torch.empty(shape, device="meta", requires_grad=True)
@@ -162,12 +164,12 @@ class Steps:
         )
 
     def step(self, lengths: str, mode: str) -> tuple[float, list[Event], list[list[float]]]:
-        """Seconds until all stages are done, what this one did, and what its micro-batches took in
-        1F1B.
+        """Run a step; return the seconds until all stages are done, this stage's events, and the
+        times of its micro-batches in 1F1B.
         """
         ids, positions = self.batches[lengths]
-        # Under 1F1B stages are in different micro-batches and must not wait for each other: a
-        # module that evaluates is alone.
+        # Under 1F1B, stages are in different micro-batches and must not wait for each other: a
+        # module in eval mode computes alone.
         self.stage.submod.train(mode != "1f1b")
         schedule = self.classic if mode == "1f1b" else self.shared
         dist.barrier()
@@ -183,10 +185,9 @@ class Steps:
 
 
 class Chunks:
-    """Notes what each micro-batch takes in 1F1B: processor time, from where it begins until the
-    next one does.
+    """Records the processor time of each micro-batch in 1F1B, until the next one begins.
 
-    That is its layers and loss, and the messages between stages that come with it.
+    It includes layers, loss and the messages between stages.
     """
 
     def __init__(self, stage: PipelineStage) -> None:
@@ -210,8 +211,8 @@ class Chunks:
         return time.process_time(), current_session().meter.seconds
 
     def take(self) -> list[list[float]]:
-        """Of each micro-batch: seconds of linear layers and of attention, forward and then
-        backward.
+        """Return the seconds of linear layers and of attention for each micro-batch, forward and
+        then backward.
         """
         marks, self.marks = [*self.marks, (False, -1, *self._clocks())], []
         found: dict[tuple[int, bool], list[float]] = {}
@@ -221,12 +222,12 @@ class Chunks:
         return [found[at, False] + found[at, True] for at in range(len(found) // 2)]
 
 
-def shared_seconds(attention: list[float], linear: list[float]) -> float:
-    """Seconds until all ranks are done that come to a call of attention when their linear work is
-    done, and share it.
+def compute_shared_seconds(attention: list[float], linear: list[float]) -> float:
+    """Return the seconds until all ranks are done that share one call of attention. Each rank
+    reaches the call when its linear work is done.
 
-    A rank with work of its own begins with it. Others cannot begin before the first of those is
-    there. An even part of its own work stays with a rank, however late it comes.
+    A rank with its own attention begins with that. The others cannot begin before the first of
+    these ranks arrives. A rank keeps an even part of its attention, however late it arrives.
     """
     count, total = len(attention), sum(attention)
     begin = []
@@ -243,10 +244,8 @@ def shared_seconds(attention: list[float], linear: list[float]) -> float:
     return max(when + share for when, share in zip(begin, shares, strict=True))
 
 
-def ideal(work: list[list[list[float]]], cores: int) -> float:
-    """Seconds of a step whose ticks share their attention as well as can be, from the work of
-    [stage][micro-batch].
-    """
+def compute_ideal(work: list[list[list[float]]], cores: int) -> float:
+    """Compute the seconds of a step with ideally shared ticks, from [stage][micro-batch] work."""
     seconds = 0.0
     for tick in order_ticks(len(work), len(work[0])):
         linear, attention = (
@@ -257,15 +256,15 @@ def ideal(work: list[list[list[float]]], cores: int) -> float:
             for kind in (0, 1)
         )
         seconds += max(
-            shared_seconds(attention, linear), *linear, (sum(linear) + sum(attention)) / cores
+            compute_shared_seconds(attention, linear),
+            *linear,
+            (sum(linear) + sum(attention)) / cores,
         )
     return seconds
 
 
-def classic(work: list[list[list[float]]]) -> float:
-    """Seconds of a step of 1F1B, from the work of [stage][micro-batch], with a core for every
-    stage.
-    """
+def compute_classic(work: list[list[list[float]]]) -> float:
+    """Compute the seconds of 1F1B from the work of [stage][micro-batch], one core per stage."""
     stages, count = len(work), len(work[0])
     orders = []
     for stage in range(stages):
@@ -292,9 +291,7 @@ def classic(work: list[list[list[float]]]) -> float:
 
 
 class _ProcessorClock:
-    """In the place of the clock by which kernels are timed: theirs is the time that others on the
-    machine take away, too.
-    """
+    """Replaces the clock that times kernels by processor time, which excludes other programs."""
 
     perf_counter = staticmethod(time.process_time)
 
@@ -307,31 +304,31 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
     if arguments.groups:
         join(arguments.groups[rank])
         dist.barrier()
-        cores, share = ranks, statistics.mean(gather(used()))
-    for mode in ("1f1b", *["shared"] * WARM_UP):  # the first steps pay for buffers and connections
+        cores, share = ranks, statistics.mean(gather(measure_share()))
+    for mode in ("1f1b", *["shared"] * WARM_UP):  # the first steps set up buffers and connections
         steps.step("long tail", mode)
     seconds, paths = (
         {lengths: {name: list[float]() for name in (*MODES, "ideal")} for lengths in steps.batches}
         for _ in range(2)
     )
-    for number in rounds(rank, arguments.rounds):
+    for number in iterate_rounds(rank, arguments.rounds):
         for lengths, clock in seconds.items():
             path = paths[lengths]
-            for mode in in_turns(MODES, number):
+            for mode in order_modes(MODES, number):
                 taken, events, work = steps.step(lengths, mode)
                 clock[mode].append(taken * share)
                 if mode == "shared":
                     path["shared"].append(replay(gather(events)))
                 else:
                     every = gather(work)
-                    clock["ideal"].append(ideal(every, cores))
-                    path["1f1b"].append(classic(every))
-                    path["ideal"].append(ideal(every, ranks))
+                    clock["ideal"].append(compute_ideal(every, cores))
+                    path["1f1b"].append(compute_classic(every))
+                    path["ideal"].append(compute_ideal(every, ranks))
     return {
         "core_share": share,
         "seconds": {
-            lengths: summarize(medians(taken))
-            | {"ratio": median_ratio(taken["shared"], taken["1f1b"])}
+            lengths: summarize(compute_medians(taken))
+            | {"ratio": compute_median_ratio(taken["shared"], taken["1f1b"])}
             for lengths, taken in seconds.items()
         },
         "critical_path": {
@@ -343,7 +340,7 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, A
 
 
 def summarize(row: dict[str, float]) -> dict[str, float]:
-    """Add what sharing gains, by what the ideal does, and its ratio to 1F1B."""
+    """Add the gain of sharing relative to that of the ideal, and the ratio to 1F1B."""
     most = row["1f1b"] - row["ideal"]
     gained = (row["1f1b"] - row["shared"]) / most if most > 0 else 0.0
     return {**row, "gained": gained, "ratio": row["shared"] / row["1f1b"]}
@@ -354,7 +351,7 @@ def show(result: dict[str, Any]) -> None:
     share = result["core_share"]
     of_a_core = f" with {share:.3f} of a core each, times that" if share < 1 else ""
     columns = ("documents", "1F1B", "shared", "ideal")
-    columns += ("gained of what is to be gained", "shared / 1F1B")
+    columns += ("share gained", "shared / 1F1B")
     for key, title in (
         ("seconds", f"seconds of a step, {stages} stages{of_a_core}, medians of {count} rounds"),
         (
@@ -376,20 +373,20 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    add_option(parser, "--stages", 2, "processes, one a stage")
-    add_option(parser, "--micro-batches", 8, "of a step")
+    add_option(parser, "--stages", 2, "number of stages, one process each")
+    add_option(parser, "--micro-batches", 8, "micro-batches per step")
     add_model_options(parser, tokens=24576, layers=4, heads=2)
     add_rounds(parser, 3)
-    add_option(parser, "--core-share", 1.0, "of a core, for each stage; 1: all of it")
+    add_option(parser, "--core-share", 1.0, "share of a core for each stage; 1: a whole core")
     arguments = parser.parse_args()
     stages, share = arguments.stages, arguments.core_share
     if arguments.tokens < 64 or arguments.layers < stages or min(stages, arguments.rounds) < 1:
         parser.error("give at least 64 tokens, one round, one stage and a layer for each stage")
     if not 0.01 <= share <= 1:
-        parser.error(f"--core-share is {share}: give a part of a core, from 0.01 to 1")
+        parser.error(f"--core-share is {share}: give a share of a core from 0.01 to 1")
     with core_shares(stages * (share < 1), share) as groups:
         told = argparse.Namespace(**vars(arguments), groups=groups)
-        put_out(arguments, on_ranks(measure, stages, told), show)
+        output_result(arguments, run_on_ranks(measure, stages, told), show)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Seconds of a training step of one process alone and of the same process with an attention server
-beside it.
+"""Seconds of a training step of one process, alone and with an attention server.
 
-Both have one thread, so that on two cores the server has one of its own. Ways take turns within
-each round, so that a drifting machine slows all of them; the figures are medians over rounds. A
-server can take half of the seconds of attention at most. The result says how much of that was
-gained, by the clock.
+Both processes have one thread, so that on two cores the server has a core to itself. Ways take
+turns within each round, so that a machine that slows down slows both; figures are medians over
+rounds. A server can save at most half of the seconds of attention. The result is the saved part of
+them, by the clock.
 
     python benchmarks/steps/pool_step.py --json
 """
@@ -30,9 +29,9 @@ import hf_distca
 from hf_distca.integration.current_session import current_session
 from hf_distca.pool.observer import PoolObserver
 from hf_distca.runtime.group import AttentionGroup
-from models import plain_model_of
+from models import make_plain_model
 from processes import add_model_options, add_rounds, take_turns
-from script import make_parser, print_table, put_out
+from script import make_parser, output_result, print_table
 
 ALONE = "one process"
 WAYS = {
@@ -43,7 +42,7 @@ WAYS = {
 
 
 def start_server() -> None:
-    """Start a server, which ends with this process, as a launcher would start both on one node."""
+    """Start a server that ends with this process, as if a launcher started both on one node."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
@@ -57,11 +56,11 @@ class Steps:
     """Times training steps on one document."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.model = plain_model_of(arguments, "distca")
+        self.model = make_plain_model(arguments, "distca")
         self.ids = torch.randint(0, 512, (1, arguments.tokens))
 
     def step(self, way: str) -> tuple[float, float, float]:
-        """Seconds of a step, those in this process's attention kernels, and the loss."""
+        """Run a step; return its seconds, those of its attention kernels, and the loss."""
         session = current_session()
         session.config = replace(hf_distca.DistCAConfig(), **WAYS[way])
         before, started = session.meter.seconds, time.perf_counter()
@@ -73,7 +72,7 @@ class Steps:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Medians of all ways."""
+    """Compute the medians of all ways."""
     torch.set_num_threads(1)
     start_server()
     AttentionGroup.observer = PoolObserver(1, 1)
@@ -109,7 +108,7 @@ def show(result: dict[str, Any]) -> None:
         )
         for way, seconds in result["seconds"].items()
     )
-    columns = "way", "seconds of a step", "of it own attention", "gained of what can be"
+    columns = "way", "seconds of a step", "own attention, s", "share gained"
     print_table(
         f"{setting['tokens']} tokens, one document, {setting['layers']} layers", columns, rows
     )
@@ -124,7 +123,7 @@ def main() -> None:
     add_model_options(parser, tokens=8192, layers=2)
     add_rounds(parser)
     arguments = parser.parse_args()
-    put_out(arguments, measure(arguments), show)
+    output_result(arguments, measure(arguments), show)
 
 
 if __name__ == "__main__":

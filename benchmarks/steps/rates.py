@@ -1,17 +1,17 @@
-"""Measured rates: estimates that began wrong by a factor of three, a rank that is slower, and
-exchanges that do not pay.
+"""Measured rates: estimates that start wrong by a factor of three, a slower rank, and exchanges
+that do not pay.
 
 Gloo processes with one thread each train a small, narrow Llama on new documents in every step.
 
 - Wrong rates: kernels compute, and are timed by processor time, which other programs do not change.
-- A slow rank: one rank's kernels take longer than those of the others.
-- Never slower: steps with balancing on and off in turns, under DDP, where ranks wait for each other
-  in attention alone, and under FSDP2, which lines them up before each layer; over this machine's
-  network, and over slow ones.
+- A slow rank: the kernels of one rank take longer than those of the others.
+- Never slower: steps alternate between balancing on and off, over this machine's network and over
+  slow ones. Under DDP, ranks wait for each other in attention alone; FSDP2 synchronizes them before
+  each layer.
 
-In the last two, kernels sleep for as long as a cost model says (``--kernel timed``), so that a rank
-has a processor to itself whatever else runs; what is tested is what the ranks make of it. With
-``--kernel real`` they compute, and need as many idle cores as there are ranks.
+In the last two, kernels sleep for as long as a cost model predicts (``--kernel timed``), so that
+each rank seems to have a processor to itself; the test is how the ranks react. With ``--kernel
+real`` kernels compute, which needs as many idle cores as ranks.
 
     python benchmarks/steps/rates.py --json results.json
     python benchmarks/steps/rates.py --never-slower --layers 2 --steps 36 --json results.json
@@ -42,33 +42,39 @@ from transformers import LlamaForCausalLM
 sys.path.extend(map(str, Path(__file__).resolve().parents[1].glob("*/")))
 
 import hf_distca
-from batches import batch_of
+from batches import make_batch
 from hf_distca.integration import current_session
 from hf_distca.integration.session import Session
 from hf_distca.runtime import meter
 from hf_distca.schedule.cost import CostModel
-from models import plain_model_of
-from processes import add_model_options, in_turns, median_ratio, medians, on_ranks
-from script import add_option, end, make_parser, print_table, put_out
+from models import make_plain_model
+from processes import (
+    add_model_options,
+    compute_median_ratio,
+    compute_medians,
+    order_modes,
+    run_on_ranks,
+)
+from script import add_option, end, make_parser, output_result, print_table
 from slow_network import late_messages
 from timed_kernels import make_slower, timed_kernels
 
 SLOWNESS = 1.5
 HIDDEN = 64  # little but attention is left to compute
-# Times the built-in figures of a CPU that timed kernels take, so that they outweigh all else.
+# Slowdown of timed kernels relative to a CPU, so that they outweigh all other work.
 STRETCH = 4.0
 WRONG = 3.0
 FIRST = 12  # steps in which rates are learned
-AT_MOST = 1.02  # times a step with balancing off, after them
+AT_MOST = 1.02  # largest ratio to a step with balancing off, after these steps
 
 
-def truth(arguments: argparse.Namespace) -> CostModel:
-    """What timed kernels take."""
+def make_true_cost(arguments: argparse.Namespace) -> CostModel:
+    """Return the cost model of timed kernels."""
     return make_slower(arguments.heads, task=STRETCH, flop=STRETCH)
 
 
-def beginning_with(cost: CostModel) -> AbstractContextManager[Any]:
-    """Have ranks begin with these rates; those of a `cost_model` setting are never corrected."""
+def start_with(cost: CostModel) -> AbstractContextManager[Any]:
+    """Make ranks start with these rates; a `cost_model` setting would never be corrected."""
     figures = (
         cost.forward,
         cost.backward,
@@ -79,30 +85,30 @@ def beginning_with(cost: CostModel) -> AbstractContextManager[Any]:
     return patch.dict("hf_distca.schedule.cost._BUILT_IN", cpu=figures)
 
 
-def kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
-    """Kernels of this rank, so many times slower than those of others."""
-    return timed_kernels(truth(arguments) if arguments.kernel == "timed" else None, slowness)
+def slow_kernels(arguments: argparse.Namespace, slowness: float) -> AbstractContextManager[None]:
+    """Return this rank's kernels, slowed down by `slowness`."""
+    return timed_kernels(
+        make_true_cost(arguments) if arguments.kernel == "timed" else None, slowness
+    )
 
 
 @contextmanager
 def processor_clock() -> Iterator[None]:
-    """Time kernels and exchanges by the processor time of the thread: a clock also has what other
-    programs take away.
-    """
+    """Time kernels and exchanges by processor time; the clock includes other programs."""
     with patch.object(meter, "time", SimpleNamespace(perf_counter=time.thread_time)):
         yield
 
 
-def network(megabytes_per_second: float | None) -> AbstractContextManager[None]:
-    """Messages take as long as their bytes need at this rate; None to leave them alone."""
+def limit_network(megabytes_per_second: float | None) -> AbstractContextManager[None]:
+    """Limit the network to this rate; None leaves messages alone."""
     if megabytes_per_second is None:
         return nullcontext()
     return late_messages(lambda size: size / megabytes_per_second / 1e6)
 
 
-def lengths_of(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
-    """Documents of a rank: one rank has one long one, another in each step, and the others have
-    many.
+def draw_lengths(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
+    """Return a rank's documents: in each step one rank has a long one, the others many
+    short ones.
     """
     generator = np.random.default_rng([step, rank])
     if (step + rank) % ranks == 0:
@@ -113,8 +119,8 @@ def lengths_of(step: int, rank: int, ranks: int, tokens: int) -> list[int]:
     return np.diff([0, *cuts.tolist(), tokens]).tolist()
 
 
-def fsdp2(model: LlamaForCausalLM) -> torch.nn.Module:
-    """A model whose ranks are lined up by an all-gather before each layer, as DDP's are not."""
+def wrap_fsdp2(model: LlamaForCausalLM) -> torch.nn.Module:
+    """Wrap a model in FSDP2, whose all-gathers synchronize the ranks before each layer."""
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -123,23 +129,23 @@ def fsdp2(model: LlamaForCausalLM) -> torch.nn.Module:
 
 ENGINES: dict[str, Callable[[LlamaForCausalLM], torch.nn.Module]] = {
     "DDP": DistributedDataParallel,
-    "FSDP2": fsdp2,
+    "FSDP2": wrap_fsdp2,
 }
 
 
 class Steps:
-    """Steps of one rank, which begin and end with those of all."""
+    """Steps of one rank; all ranks begin and end a step together."""
 
     def __init__(
         self, arguments: argparse.Namespace, rank: int, ranks: int, engine: str = "DDP"
     ) -> None:
         self.arguments, self.rank, self.ranks = arguments, rank, ranks
-        self.model = ENGINES[engine](plain_model_of(arguments, "distca", HIDDEN))
+        self.model = ENGINES[engine](make_plain_model(arguments, "distca", HIDDEN))
 
     def step(self, number: int) -> dict[str, float]:
-        """Seconds of the step; and what was estimated and measured of the one before."""
-        batch = batch_of(
-            lengths_of(number, self.rank, self.ranks, self.arguments.tokens), self.rank
+        """Return the seconds of this step, and the estimate and measurement of the previous one."""
+        batch = make_batch(
+            draw_lengths(number, self.rank, self.ranks, self.arguments.tokens), self.rank
         )
         before = hf_distca.metrics()
         dist.barrier()
@@ -160,9 +166,9 @@ class Steps:
         return found
 
 
-def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Estimates that begin wrong: everything too fast, everything too slow, and tasks and flops in
-    opposite directions.
+def measure_wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure estimates that start wrong: everything too fast, everything too slow, tasks and flops
+    in opposite directions.
     """
     found = {}
     for name, task, flop in (
@@ -171,7 +177,7 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
         ("mixed", WRONG, 1 / WRONG),
     ):
         hf_distca.configure()
-        with processor_clock(), beginning_with(make_slower(arguments.heads, task=task, flop=flop)):
+        with processor_clock(), start_with(make_slower(arguments.heads, task=task, flop=flop)):
             rows = [steps.step(number) for number in range(arguments.steps)]
         ratios = [row["estimate"] for row in rows if "estimate" in row]
         last = [abs(ratio - 1) for ratio in ratios[FIRST:]]
@@ -184,8 +190,8 @@ def wrong(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One rank's kernels are slower: seconds of a step with measured rates, without, and what its
+def measure_slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure a step with one slow rank, with measured rates and without, and compute what its
     speed allows.
     """
     slowness = SLOWNESS if steps.rank == 0 else 1.0
@@ -201,11 +207,11 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     mean = 0.0
     kernel: list[float] = []
     for number in range(arguments.steps):
-        for name in in_turns(modes, number):
-            if number < FIRST - 1 and name != "speeds measured":  # nothing is learned
+        for name in order_modes(modes, number):
+            if number < FIRST - 1 and name != "speeds measured":  # the other modes do not learn
                 continue
             with (
-                kernels(arguments, modes[name][0]),
+                slow_kernels(arguments, modes[name][0]),
                 patch.object(current_session, "_session", sessions[name]),
             ):
                 row = steps.step(number)
@@ -216,8 +222,8 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
                 kernel += [row["kernel"]] if name == "all alike" else []
     means = torch.tensor(kernel, dtype=torch.float64)
     dist.all_reduce(means)
-    # Where ranks are alike, a step is what it is without attention and the mean of attention; the
-    # slow rank stretches the latter.
+    # If all ranks have equal speed, a step is the time without attention plus the mean of
+    # attention; the slow rank stretches the mean.
     stretch = steps.ranks / (steps.ranks - 1 + 1 / SLOWNESS) - 1
     allowed = [
         taken + float(one) * stretch
@@ -225,10 +231,12 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     speeds = sessions["speeds measured"].planner.costs.measured_ranks.speeds
     return {
-        "median_seconds": medians(seconds),
+        "median_seconds": compute_medians(seconds),
         "allowed_seconds": statistics.median(allowed),
         "to_allowed": {
-            name: median_ratio(row, allowed) for name, row in seconds.items() if name != "all alike"
+            name: compute_median_ratio(row, allowed)
+            for name, row in seconds.items()
+            if name != "all alike"
         },
         "attention_to_allowed": {
             name: taken / (mean * (1 + stretch))
@@ -239,21 +247,21 @@ def slow_rank(steps: Steps, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[str, Any]:
-    """Steps with balancing on and off, in turns, for each engine and network: what is learned must
-    not make them slower.
+def measure_never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[str, Any]:
+    """Time steps with balancing on and off in turns, for each engine and network; measured rates
+    must not make steps slower.
     """
     found = {}
     for engine, rate in itertools.product(ENGINES, [None, *arguments.megabytes_per_second]):
         steps = Steps(arguments, rank, ranks, engine)
-        # Each mode learns from its own steps alone.
+        # Each mode learns only from its own steps.
         sessions = {
             mode: Session(hf_distca.DistCAConfig(balance=mode == "on")) for mode in ("on", "off")
         }
         seconds: dict[str, list[float]] = {mode: [] for mode in sessions}
-        with kernels(arguments, 1.0), network(rate):
+        with slow_kernels(arguments, 1.0), limit_network(rate):
             for number in range(arguments.steps):
-                for mode in in_turns(sessions, number):
+                for mode in order_modes(sessions, number):
                     with patch.object(current_session, "_session", sessions[mode]):
                         seconds[mode].append(steps.step(number)["seconds"])
         ratios = [on / off for on, off in zip(seconds["on"], seconds["off"], strict=True)]
@@ -269,11 +277,11 @@ def never_slower(arguments: argparse.Namespace, rank: int, ranks: int) -> dict[s
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    with beginning_with(truth(arguments)):
+    with start_with(make_true_cost(arguments)):
         if arguments.never_slower:
-            return {"never slower": never_slower(arguments, rank, ranks)}
+            return {"never slower": measure_never_slower(arguments, rank, ranks)}
         steps = Steps(arguments, rank, ranks)
-        parts = {"wrong rates": wrong, "slow rank": slow_rank}
+        parts = {"wrong rates": measure_wrong, "slow rank": measure_slow_rank}
         shown = tqdm(parts.items(), desc=f"{ranks} ranks", file=sys.stderr, disable=rank > 0)
         return {name: part(steps, arguments) for name, part in shown}
 
@@ -304,19 +312,24 @@ def main() -> None:
     parser = make_parser(__doc__)
     add_model_options(parser, tokens=2048, layers=1)
     add_option(parser, "--ranks", [2, 4], "numbers of ranks")
-    add_option(parser, "--steps", 24, f"steps of each mode, {FIRST} of them to learn")
-    parser.add_argument("--kernel", choices=["timed", "real"], default="timed", help="see above")
-    text = f"balancing on and off instead; ends with 1 above {AT_MOST} after {FIRST} steps"
+    add_option(parser, "--steps", 24, f"steps of each mode, including {FIRST} that learn rates")
+    parser.add_argument(
+        "--kernel",
+        choices=["timed", "real"],
+        default="timed",
+        help="timed kernels sleep, real ones compute",
+    )
+    text = f"compare balancing on and off; exit with status 1 above {AT_MOST} after {FIRST} steps"
     parser.add_argument("--never-slower", action="store_true", help=text)
-    add_option(parser, "--megabytes-per-second", [0.5, 5.0], "of slow networks")
+    add_option(parser, "--megabytes-per-second", [0.5, 5.0], "rates of slow networks")
     arguments = parser.parse_args()
     if arguments.steps <= FIRST + 1:
         parser.error(
             f"--steps {arguments.steps} must be more than {FIRST + 1}: rates are learned in the"
             f" first {FIRST}"
         )
-    found = {str(ranks): on_ranks(measure, ranks, arguments) for ranks in arguments.ranks}
-    put_out(arguments, {"ranks": found}, show, dtype="float32")
+    found = {str(ranks): run_on_ranks(measure, ranks, arguments) for ranks in arguments.ranks}
+    output_result(arguments, {"ranks": found}, show, dtype="float32")
     end(
         [
             f"{ranks} ranks, {name}: {row['later_median']:.3f} is above {AT_MOST}"

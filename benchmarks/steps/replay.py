@@ -1,10 +1,9 @@
-"""What a step of pipeline stages would take with a core for each process, replayed from processor
-time.
+"""The time of a step of pipeline stages with one core per process, replayed from processor time.
 
-On a machine with fewer cores than processes, or with others on it, the clock says little. So a
-process notes its processor time between the messages that it sends and waits for, and the step is
-put together again from what all have noted: every process goes on as soon as what it waits for was
-sent. Messages themselves take the processor time of those who copy them, and no other.
+On a machine with fewer cores than processes, or with other programs, the clock does not show this.
+Each process records its processor time between the messages that it sends and waits for. The replay
+then reassembles the step: every process continues as soon as the messages it waits for were sent.
+Messages take only the processor time of the processes that copy them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import torch.distributed as dist
 from hf_distca.pipeline import stage_step
 from hf_distca.runtime import channel
 
-Message = tuple[str, int, int]  # what it is, from which process and to which
+Message = tuple[str, int, int]  # name, source and destination
 
 
 class Event(NamedTuple):
-    """What a process did: computed for so many seconds, and then sent these messages or waited for
-    them.
-    """
+    """An event of a process: `seconds` of compute, then these messages sent or waited for."""
 
     seconds: float
     sends: tuple[Message, ...] = ()
@@ -33,9 +30,7 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Notes what this process does, from when it is started until it is stopped. Made once in a
-    process.
-    """
+    """Records the events of this process between start and stop. A process makes only one."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.events, self._from = rank, list[Event](), None
@@ -72,7 +67,7 @@ class Recorder:
         self, method: Any, this: Any, received: Any, sent: Any, coming: Any, going: Any, *more: Any
     ) -> Any:
         transfer = method(this, received, sent, coming, going, *more)
-        what = transfer.activity  # names step, tick and call, and the same on all ranks
+        what = transfer.activity  # names step, tick and call, equally on all ranks
         self._expect(
             transfer,
             [
@@ -89,7 +84,7 @@ class Recorder:
     def _mail(self, method: Any, this: Any, ops: Sequence[dist.P2POp]) -> None:
         method(this, ops)
         sends, waits = [], []
-        for op in ops:  # the n-th message from one stage to another
+        for op in ops:  # counts the messages from one stage to another
             sending = op.op is dist.isend
             ends = (self.rank, op.peer) if sending else (op.peer, self.rank)
             self._mails[ends] += 1
@@ -108,13 +103,13 @@ class Recorder:
 
 
 def replay(processes: Sequence[Sequence[Event]]) -> float:
-    """Seconds until the last process is done.
+    """Return the seconds until the last process is done.
 
     Args:
-        processes: the events of each.
+        processes: the events of each process.
 
     Raises:
-        ValueError: if one waits for what nobody sent.
+        ValueError: if a process waits for a message that was never sent.
     """
     now, at, sent = [0.0] * len(processes), [0] * len(processes), dict[Message, float]()
     going = True
@@ -125,7 +120,7 @@ def replay(processes: Sequence[Sequence[Event]]) -> float:
                 message in sent for message in events[at[rank]].waits
             ):
                 event = events[at[rank]]
-                # What it takes to wait, such as copying what arrived, comes after the wait.
+                # The work of waiting, such as copying what arrived, comes after the wait.
                 now[rank] = (
                     max([now[rank], *(sent[message] for message in event.waits)]) + event.seconds
                 )
@@ -134,5 +129,5 @@ def replay(processes: Sequence[Sequence[Event]]) -> float:
                 going = True
     for place, events in zip(at, processes, strict=True):
         if place < len(events):
-            raise ValueError(f"nobody sent {events[place].waits}")
+            raise ValueError(f"no process sent {events[place].waits}")
     return max(now)

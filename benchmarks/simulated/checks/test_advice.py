@@ -1,5 +1,5 @@
-"""`hf-distca advise`, compared with the simulator, which counts more: memory traffic between
-products, weights and their exchange, copies of rows that move, and calls of kernels.
+"""`hf-distca advise` compared with the simulator, which also counts memory traffic between
+products, weights and their exchange, copies of moved rows, and kernel calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAME = {
         ("qwen3-8b", "h100", 8, 32768, "equal:2048", 65536, True),
     ],
 )
-def test_steps_and_gains_are_about_those_of_the_simulator(
+def test_advise_estimates_steps_and_gains_like_the_simulator(
     model: str,
     hardware: str,
     ranks: int,
@@ -58,6 +58,6 @@ def test_steps_and_gains_are_about_those_of_the_simulator(
     for title, name in SAME.items():
         assert 0.88 < estimated[title] / predicted[name] < 1.01, title
         gain = estimated["as it is"] / estimated[title]
-        # What advise leaves out makes attention a smaller part of a step, and sharing it dearer:
-        # by 3.0 % of the gain where ranks have few tokens (llama-3-8b on 8 GPUs), less elsewhere.
+        # The costs that advise leaves out reduce the gain by up to 3.0 %, for ranks with few tokens
+        # (llama-3-8b on 8 GPUs).
         assert gain == pytest.approx(predicted["plain"] / predicted[name], rel=0.035), title

@@ -1,4 +1,4 @@
-"""Steps: what must hold of every prediction, and pipelines against timelines by hand."""
+"""Predicted steps: properties of every prediction, and pipelines compared with known results."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from simulator.strategies import OURS, STRATEGIES, Strategy
 from simulator.work import MicroBatchWork, estimate_head_seconds
 from turns import in_turn
 
-# Attention in a quarter of the layers, and experts of which a token meets a few.
+# Attention in a quarter of the layers, and experts of which a token uses a few.
 HYBRID = replace(find_model("llama-3-8b"), attention_layers=8, weights=40 * 10**9, active=5 * 10**9)
 SINGLE = [name for name in STRATEGIES if name not in ("given-ping-pong", "dealt-ping-pong")]
 
 
-def ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
+def compute_ideal_seconds(setting: Setting, batches: Sequence[IntArray]) -> float:
     """Return the seconds of a step in which every device has an equal part of all work and never
-    waits: nothing can be faster.
+    waits: a lower bound.
     """
     total = 0.0
     for lengths in batches:
@@ -73,10 +73,9 @@ def test_equal_documents_leave_nothing_to_gain(setting: Setting) -> None:
     ("lengths", "ranks", "tokens"),
     [([8192], 8, 8192), (range(1, 101), 8, 4096), (range(1, 101), 16, 16384)],
 )
-def test_what_ties_with_packed_rows_is_packed_rows(
+def test_best_alternative_is_packed_rows_if_strategies_tie(
     setting: Setting, lengths: Sequence[int], ranks: int, tokens: int
 ) -> None:
-    """Rows that one rank shares with itself, and loaders that have next to nothing to even out."""
     even = replace(setting, ranks=ranks, tokens_per_rank=tokens, checkpointing="full")
     other = find_best_alternative(
         simulate(even, from_list([*lengths] * 9, "even", None), batches=1)
@@ -85,7 +84,7 @@ def test_what_ties_with_packed_rows_is_packed_rows(
     assert other.strategy == "plain"
 
 
-def test_a_long_document_is_what_only_sharing_attention_helps(setting: Setting) -> None:
+def test_only_shared_attention_speeds_up_a_long_document(setting: Setting) -> None:
     documents = from_list([131072, *[1024] * 128], "one long", None)
     wide = replace(setting, tokens_per_rank=32768, checkpointing="selective")
     found = {one.strategy: one for one in simulate(wide, documents, batches=1)}
@@ -123,7 +122,7 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
     found = simulate(arranged, documents, batches=2)
     assert {one.strategy for one in found} >= {*OURS, "plain", "lpt", "wlb", "all-gather"}
     ideal = [
-        ideal_seconds(arranged, step)
+        compute_ideal_seconds(arranged, step)
         for step in draw_steps(documents, arranged.tokens, arranged.micro_batches, 2)
     ]
     for one in found:
@@ -137,9 +136,9 @@ def test_no_strategy_is_faster_than_the_ideal(setting: Setting, change: dict[str
     assert found == simulate(arranged, documents, batches=2)
 
 
-def some_setting(generator: np.random.Generator) -> Setting:
-    """Any model, devices and arrangement, of attention groups of 1 to 9 ranks: the smallest are
-    where strategies go wrong.
+def draw_setting(generator: np.random.Generator) -> Setting:
+    """Draw any model, devices and arrangement, with attention groups of 1 to 9 ranks: small groups
+    reveal most errors.
     """
 
     def one_of(values: Iterable[Any]) -> Any:
@@ -169,11 +168,10 @@ def some_setting(generator: np.random.Generator) -> Setting:
 
 
 @pytest.mark.parametrize("seed", in_turn(range(4), 4))
-def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
-    """In any setting, no strategy is faster than the ideal or fails."""
+def test_no_strategy_is_faster_than_the_ideal_in_random_settings(seed: int) -> None:
     generator = np.random.default_rng(seed)
     for _ in range(8):
-        arranged = some_setting(generator)
+        arranged = draw_setting(generator)
         documents = from_list(
             generator.lognormal(7, generator.uniform(0.1, 2), 99).astype(int) + 1,
             "any",
@@ -181,7 +179,7 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
         )
         seeded = replace(documents, seed=seed)
         (step,) = draw_steps(seeded, arranged.tokens, arranged.micro_batches, 1)
-        ideal = ideal_seconds(arranged, step)
+        ideal = compute_ideal_seconds(arranged, step)
         for name, strategy in STRATEGIES.items():
             found = predict_step(arranged, step, strategy)
             if found is not None and found.attention_share > 1 - 1e-9:
@@ -192,7 +190,7 @@ def test_no_strategy_is_faster_than_the_ideal_in_any_setting(seed: int) -> None:
                 )
 
 
-def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
+def test_dealing_gives_every_rank_equally_many_tokens(setting: Setting) -> None:
     found = simulate(
         setting, find_distribution("prolong", 32768), ["dealt", "lpt", "wlb"], batches=2
     )
@@ -201,10 +199,9 @@ def test_dealt_ranks_hold_equally_many_tokens(setting: Setting) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_ranks_beyond_a_group_have_documents_of_their_own(
+def test_second_attention_group_computes_only_its_own_documents(
     setting: Setting, ping_pong: bool
 ) -> None:
-    """More ranks than share attention are groups with documents of their own."""
     whole = replace(setting, ranks=1024, tokens_per_rank=1024)
     lengths = np.array([32768, *[512] * 1984], dtype=np.int64)
     strategy = STRATEGIES["dealt-ping-pong" if ping_pong else "dealt"]
@@ -213,7 +210,7 @@ def test_ranks_beyond_a_group_have_documents_of_their_own(
         replace(whole, ranks=512), [np.array([512] * 1024, dtype=np.int64)]
     )[0].works[0]
     first, second = np.split(found.attention[1], 2)
-    # A call takes a least time, however little it computes; in ping-pong there are two.
+    # Every call takes a least time; ping-pong has two calls.
     assert first.sum() > (1.5 if ping_pong else 2) * second.sum(), (
         "no rank of the other group computes a part of the long document"
     )
@@ -222,7 +219,7 @@ def test_ranks_beyond_a_group_have_documents_of_their_own(
     assert found.pairs == pytest.approx(float(count_causal_pairs(lengths, lengths).sum()))
 
 
-def test_a_document_inside_a_node_travels_on_its_links(setting: Setting) -> None:
+def test_messages_of_a_document_inside_a_node_use_its_fast_links(setting: Setting) -> None:
     one = replace(setting, ranks=16, tokens_per_rank=8192)
     lengths = np.array([32768, *[1024] * 96], dtype=np.int64)
     strategy = STRATEGIES["dealt"]
@@ -233,7 +230,7 @@ def test_a_document_inside_a_node_travels_on_its_links(setting: Setting) -> None
     assert 0 < within.max() < 0.7 * across.max()
 
 
-def test_every_told_step_is_one(setting: Setting) -> None:
+def test_progress_callback_runs_once_per_strategy_and_batch(setting: Setting) -> None:
     told: list[int] = []
     simulate(
         setting,
@@ -245,7 +242,7 @@ def test_every_told_step_is_one(setting: Setting) -> None:
     assert len(told) == 6
 
 
-def test_unknown_strategies_and_no_batches(setting: Setting) -> None:
+def test_unknown_strategies_and_invalid_batch_counts_are_refused(setting: Setting) -> None:
     documents = find_distribution("equal:64", 64)
     with pytest.raises(ConfigError, match="strategy 'magic' is not known"):
         simulate(setting, documents, ["magic"])
@@ -254,23 +251,22 @@ def test_unknown_strategies_and_no_batches(setting: Setting) -> None:
             simulate(setting, documents, ["plain"], batches=batches)
 
 
-def micro_batch(ranks: int, forward: float = 0.0) -> MicroBatchWork:
+def make_micro_batch(ranks: int, forward: float = 0.0) -> MicroBatchWork:
     nothing = np.zeros((2, ranks))
     both = np.repeat([[forward], [2 * forward]], ranks, axis=1)
     return MicroBatchWork(np.full(ranks, 4096.0), both, nothing, nothing[0], nothing[0], 1.0)
 
 
-def pipeline(setting: Setting, stages: int) -> Setting:
-    """Messages between stages take no time."""
+def make_pipeline(setting: Setting, stages: int) -> Setting:
+    """Return the setting with pipeline stages whose messages take no time."""
     hardware = replace(setting.hardware, link_gbps=1e12, exchange_seconds=0.0)
     return replace(setting, ranks=8 * stages, stages=stages, hardware=hardware)
 
 
 @pytest.mark.parametrize(("meeting", "seconds"), [(1, 6.0), (2, 7.0), (4, 8.0)])
-def test_exchanging_ranks_wait_for_each_other_each_direction(
+def test_exchanging_ranks_wait_for_each_other_in_each_direction(
     setting: Setting, meeting: int, seconds: float
 ) -> None:
-    """Ranks that exchange wait for each other in each direction."""
     nothing = np.zeros((2, 4))
     work = MicroBatchWork(nothing[0], nothing, nothing, nothing[0], nothing[0], 0.0, meeting)
     part = np.array([[1.0, 2.0, 1.0, 0.0], [2.0, 1.0, 0.0, 6.0]])
@@ -280,12 +276,11 @@ def test_exchanging_ranks_wait_for_each_other_each_direction(
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 1), (4, 8), (4, 2)])
-def test_equal_micro_batches_leave_the_bubble_of_1f1b(
+def test_equal_micro_batches_leave_only_the_1f1b_bubble(
     setting: Setting, stages: int, count: int
 ) -> None:
-    """Equal micro-batches leave the bubble of one forward, one backward."""
-    arranged = pipeline(setting, stages)
-    works = [micro_batch(8, 1.0)] * count
+    arranged = make_pipeline(setting, stages)
+    works = [make_micro_batch(8, 1.0)] * count
     parts = estimate_rank_seconds(arranged, works[0])
     each = parts[:, 0].sum() / stages
     head = estimate_head_seconds(arranged, works[0].tokens)[0]
@@ -295,16 +290,15 @@ def test_equal_micro_batches_leave_the_bubble_of_1f1b(
     assert found.busy.sum() == pytest.approx(8 * count * (stages * each + head))
 
 
-def test_ticks_in_which_idle_stages_serve_are_all_busy(setting: Setting) -> None:
-    arranged = pipeline(setting, 2)
-    tick = replace(micro_batch(16, 1.0), tokens=np.zeros(16))
+def test_all_stages_are_busy_in_every_shared_tick(setting: Setting) -> None:
+    arranged = make_pipeline(setting, 2)
+    tick = replace(make_micro_batch(16, 1.0), tokens=np.zeros(16))
     found = run_same_phase(arranged, [tick] * 3, [estimate_rank_seconds(arranged, tick)] * 3)
     assert found.seconds == pytest.approx(3 * 3.0 / 2)
     assert found.busy.tolist() == pytest.approx([4.5] * 16)
 
 
-def test_simulated_pipelines_run_and_hold_what_real_stages_do(setting: Setting) -> None:
-    """Pipelines run what hf-distca runs in stages and hold what its ticks hold."""
+def test_simulated_stages_hold_as_many_micro_batches_as_real_ones(setting: Setting) -> None:
     staged = replace(setting, ranks=16, stages=4, micro_batches=8, sharding="zero1")
     documents = find_distribution("equal:2048", 16384)
     found = {one.strategy: one for one in simulate(staged, documents, ("plain", *OURS), batches=1)}
@@ -317,7 +311,7 @@ def test_simulated_pipelines_run_and_hold_what_real_stages_do(setting: Setting) 
     )
 
 
-def test_ping_pong_hides_messages_in_stages(setting: Setting) -> None:
+def test_ping_pong_hides_messages_in_pipeline_stages(setting: Setting) -> None:
     staged = replace(setting, ranks=16, stages=2, micro_batches=4, sharding="zero1")
     one_stream, in_turns = simulate(
         staged, find_distribution("prolong", 65536), ("dealt", "dealt-ping-pong"), batches=1
@@ -326,14 +320,14 @@ def test_ping_pong_hides_messages_in_stages(setting: Setting) -> None:
     assert in_turns.step_seconds < one_stream.step_seconds
 
 
-def test_strategies_of_which_none_can_run(setting: Setting) -> None:
+def test_strategies_that_cannot_run_the_batches_are_refused(setting: Setting) -> None:
     never = Strategy("never", "runs nothing", lambda *_: [])
     with pytest.raises(ConfigError, match="none of never can run 1 such batch: name another"):
         simulate(setting, find_distribution("equal:2048", 16384), (never,), batches=1)
 
 
 @pytest.mark.parametrize("lengths", [[131072], [131071, 1], [65536, 65533, 3]])
-def test_a_document_may_fill_a_batch_and_a_nano_batch_be_empty(
+def test_one_document_may_fill_a_batch_and_leave_a_nano_batch_empty(
     setting: Setting, lengths: list[int]
 ) -> None:
     found = {

@@ -1,5 +1,5 @@
-"""Memory of a rank by term, and the longest document that it leaves room for; against what was
-measured and published.
+"""Memory of a rank by term, and the longest document that fits, compared with measured and
+published figures.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def peak_memory() -> Iterator[ModuleType]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(9))
-def test_ranks_allocate_what_was_predicted(peak_memory: ModuleType, number: int) -> None:
-    """Peaks of CPU processes within 10 %; what is offloaded within 1 %."""
+def test_peak_memory_of_cpu_ranks_matches_the_prediction(
+    peak_memory: ModuleType, number: int
+) -> None:
+    """Predict peaks of CPU processes within 10 %, and offloaded bytes within 1 %."""
     if peak_memory.CASES[number].chunked:
         pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     found = peak_memory.compare(peak_memory.CASES[number])
@@ -49,8 +51,8 @@ def test_ranks_allocate_what_was_predicted(peak_memory: ModuleType, number: int)
     assert found["predicted"]["host"] == pytest.approx(found["measured"]["host"], rel=0.01)
 
 
-def one_document(model: ModelShape, strategy: str, *, offload: bool) -> Prediction:
-    """A document of 1,048,576 tokens over 8 H100, as TRL's example trains it: no kernels of Liger,
+def predict_document(model: ModelShape, strategy: str, *, offload: bool) -> Prediction:
+    """Predict a document of 1,048,576 tokens over 8 H100, as in TRL's example: no kernels of Liger,
     a chunked loss.
     """
     changes = {**WAYS["+ chunked loss"], "offload": offload}
@@ -60,28 +62,28 @@ def one_document(model: ModelShape, strategy: str, *, offload: bool) -> Predicti
     return step
 
 
-def test_the_published_peak_of_a_million_tokens() -> None:
-    """56.2 GB of each rank: Qwen3-8B, ring attention, FSDP2, offloaded checkpoints
+def test_predicted_peak_of_a_million_tokens_matches_the_published_one() -> None:
+    """56.2 GB on each rank: Qwen3-8B, ring attention, FSDP2, offloaded checkpoints
     (huggingface/trl#6846).
     """
-    assert one_document(find_model("qwen3-8b"), "ring", offload=True).peak_bytes == pytest.approx(
-        56.2e9, rel=0.05
-    )
+    assert predict_document(
+        find_model("qwen3-8b"), "ring", offload=True
+    ).peak_bytes == pytest.approx(56.2e9, rel=0.05)
 
 
-def test_the_published_saving_of_offloaded_checkpoints() -> None:
-    """27.9 GB without, 20.8 with: Qwen3-0.6B, a million tokens over 8 ranks
+def test_predicted_saving_of_offloading_matches_the_published_one() -> None:
+    """27.9 GB without offloading, 20.8 GB with it: Qwen3-0.6B, a million tokens over 8 ranks
     (huggingface/accelerate#4175).
     """
     without, with_ = (
-        one_document(QWEN_SMALL, "ring", offload=offload) for offload in (False, True)
+        predict_document(QWEN_SMALL, "ring", offload=offload) for offload in (False, True)
     )
     assert without.peak_bytes - with_.peak_bytes == pytest.approx(27.9e9 - 20.8e9, rel=0.05)
     assert with_.memory.host == pytest.approx(28 * MILLION / 8 * 1024 * 2)
     assert 1 < with_.step_seconds / without.step_seconds < 1.01, "0.6 % were measured"
 
 
-def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Setting) -> None:
+def test_memory_terms_of_the_fullest_rank_add_up_to_the_peak(setting: Setting) -> None:
     tokens, received = np.array([100, 20000, 300, 0]), np.array([0.0, 0.0, 2e11, 0.0])
     for checkpointing in ("none", "selective", "full"):
         arranged = replace(setting, checkpointing=checkpointing)
@@ -96,8 +98,7 @@ def test_terms_add_to_the_peak_and_are_those_of_the_fullest_rank(setting: Settin
         assert memory.exchange == 2e11
 
 
-def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
-    """Under full checkpointing hf-distca keeps o and the log-sum-exp, others compute them again."""
+def test_full_checkpointing_keeps_attention_outputs_under_hf_distca(setting: Setting) -> None:
     lengths = [np.full(8, 16384)]
     plain, ours = (
         predict_step(replace(setting, checkpointing="full"), lengths, find_strategy(name))
@@ -109,10 +110,7 @@ def test_attention_that_is_kept_takes_memory(setting: Setting) -> None:
     assert ours.memory.outputs == 16384 * 32 * (32 * 128 * 2 + 32 * 4)
 
 
-def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> None:
-    """Of attention in a quarter of the layers a quarter waits: outputs, and without checkpointing
-    q, k and v.
-    """
+def test_layers_without_attention_keep_no_attention_tensors(setting: Setting) -> None:
     model, tokens = setting.model, 16384
     dense, hybrid = (
         {
@@ -132,8 +130,7 @@ def test_layers_without_attention_keep_no_outputs_of_it(setting: Setting) -> Non
     assert less == pytest.approx(tokens * model.layers * of_attention * 3 / 4, rel=0.05)
 
 
-def test_two_micro_batches_hold_gradients_beside_checkpoints(setting: Setting) -> None:
-    """With two micro-batches, gradients are there when checkpoints are."""
+def test_gradients_and_checkpoints_coexist_with_two_micro_batches(setting: Setting) -> None:
     arranged = replace(setting, checkpointing="full")
     once, twice = (
         find_fullest_moment(arranged, 16384),
@@ -143,7 +140,7 @@ def test_two_micro_batches_hold_gradients_beside_checkpoints(setting: Setting) -
     assert twice.gradients == pytest.approx(setting.model.parameters * 4 / 8)
 
 
-def test_offloading_nothing_is_refused(setting: Setting) -> None:
+def test_offloading_without_checkpointing_is_refused(setting: Setting) -> None:
     with pytest.raises(ConfigError, match="checkpointing='none' keeps nothing"):
         replace(setting, offload=True)
 
@@ -171,10 +168,10 @@ def test_the_longest_document_fits_and_a_longer_one_does_not(model: str, hardwar
         )
 
 
-def test_no_step_is_predicted_that_is_far_longer_than_what_fits(
+def test_search_for_the_longest_document_predicts_no_far_longer_step(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a tiny model, a token takes next to nothing, and messages take all memory."""
+    """In a tiny model, a token takes almost no memory, and messages fill it."""
     small = ModelShape("small", 64, 2, 4, 2, 16, 96, 61)
     tried: list[int] = []
 
@@ -187,7 +184,7 @@ def test_no_step_is_predicted_that_is_far_longer_than_what_fits(
     assert max(tried) <= 2.01 * max(document.tokens for document in found)
 
 
-def test_the_host_may_be_full_first(setting: Setting) -> None:
+def test_full_host_memory_can_limit_the_longest_document(setting: Setting) -> None:
     small = replace(setting, hardware=replace(setting.hardware, host_bytes=1e10))
     limits = {document.way: document.limit for document in find_longest_documents(small)}
     assert limits == {
@@ -198,7 +195,7 @@ def test_the_host_may_be_full_first(setting: Setting) -> None:
     }
 
 
-def test_a_model_that_does_not_fit_is_named_with_what_it_takes(setting: Setting) -> None:
+def test_error_for_a_model_that_does_not_fit_names_its_largest_term(setting: Setting) -> None:
     large = replace(setting, model=find_model("llama-3-70b"))
     with pytest.raises(
         ConfigError,

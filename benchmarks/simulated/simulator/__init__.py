@@ -1,3 +1,3 @@
-"""Predictions of strategies at any scale, by the scheduler and the cost model that train. numpy
-only, but for the counting of models: nothing is run.
+"""Predictions of strategies at any scale, by the scheduler and the cost model of training. Nothing
+is run, and only counting models needs more than numpy.
 """

@@ -1,5 +1,5 @@
-"""Core attention disaggregation: placement of documents on ranks, as given or dealt, their plans,
-and the resulting work.
+"""Core attention disaggregation: placement of documents on ranks, as given or dealt, the plans, and
+the resulting work.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from simulator.work import (
     MicroBatchWork,
     combine_layers,
     concatenate_groups,
-    copy_seconds,
     divide_into_calls,
+    estimate_copy_seconds,
     estimate_layer_seconds,
     estimate_tensor_seconds,
     sum_by_index,
@@ -40,7 +40,7 @@ class Moves(NamedTuple):
     """Seconds of each rank in one layer of a plan."""
 
     attention: Directions
-    unblocked: Directions  # of tasks that wait for nothing
+    unblocked: Directions  # of tasks that wait for no message
     dispatch: Directions
     back: Directions
     received: FloatArray  # bytes
@@ -48,12 +48,12 @@ class Moves(NamedTuple):
 
     @property
     def wire(self) -> FloatArray:
-        """Seconds of messages, both directions together, shape (ranks,)."""
+        """Seconds of messages in both directions together, shape (ranks,)."""
         return np.asarray(np.concatenate([self.dispatch, self.back]).sum(axis=0))
 
 
 def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -> Moves:
-    """Compute one layer of a plan, on ranks that compute equally fast."""
+    """Compute one layer of a plan on ranks of equal speed."""
     load = PlanLoad(plan, cost, ranks=nodes)
     cost, shape, ranks = load.cost, load.cost.shape, plan.layout.world_size
     rows = plan.end - plan.start
@@ -65,20 +65,19 @@ def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -
         return Moves(attention, attention, nothing, nothing, nothing[0], pairs)
     queries, keys, transfers = load.query_tokens, load.key_tokens, load.needed_keys
     at_home = plan.home == plan.server
-    # Where rows are given away, others no longer lie one after another: a call takes copies of
-    # them, and puts results back.
+    # After rows are given away, the others no longer lie in sequence: a call copies them and writes
+    # results back.
     left = sum_by_index(rows * plan.heads * at_home, plan.server, ranks) * (queries[0] > 0)
     taken = np.outer(
-        [1, 2], copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
+        [1, 2], estimate_copy_seconds(setting, left * (shape.row_bytes + shape.key_value_bytes))
     )
 
     def estimate_seconds(query_bytes: int, key_bytes: int) -> FloatArray:
-        # The way back takes as long as the way there: what counts is the busier of a rank's two
-        # roles.
+        # Return takes as long as dispatch: the busier of a rank's two roles counts.
         moved = load.count_node_bytes(query_bytes, key_bytes)
-        # Packed where they leave, and put in place where they come.
-        copied = copy_seconds(setting, np.sum(moved, axis=(0, 1)))
-        # Relays pass keys on, and get their gradients, in an exchange of their own.
+        # Bytes are copied where they leave and where they arrive.
+        copied = estimate_copy_seconds(setting, np.sum(moved, axis=(0, 1)))
+        # Relays pass keys on and receive their gradients in a separate exchange.
         exchanges = 2 if plan.relays is not None and key_bytes else 1
         fixed = exchanges * (cost.exchange_seconds + cost.peer_seconds * load.peer_counts)
         return np.asarray(moved.estimate_seconds(cost, load.ranks).max(axis=0) + copied + fixed)
@@ -91,7 +90,7 @@ def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -
         np.unique(transfers.document[remote] * ranks + transfers.server[remote]),
     )
     row_bytes = TransientBytes.from_shape(shape)
-    # Own rows that need keys from elsewhere go into a server's pools, too, with their own keys.
+    # Own rows that need keys from other ranks also go into a server's pools, with their own keys.
     waiting = sum_by_index(rows * (at_home & waits), plan.server, ranks)
     row, key = compute_kernel_bytes(shape)
     received = (row_bytes.query + row) * queries[1] + (row_bytes.key + key) * keys[1]
@@ -101,7 +100,7 @@ def compute_moves(setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks) -
         attention=attention + taken,
         unblocked=sum_by_index(tasks * (at_home & ~waits), plan.server, ranks),
         dispatch=np.stack([there, estimate_seconds(saved_bytes, shape.key_value_bytes)]),
-        # Gradients of queries and keys take as long as these do.
+        # Gradients of queries and keys take as long.
         back=np.stack([estimate_seconds(shape.output_bytes + shape.lse_bytes, 0), there]),
         received=received,
         pairs=pairs,
@@ -112,7 +111,7 @@ def compute_plan_work(
     setting: Setting, plan: Plan, cost: CostModel, nodes: Ranks = UNIFORM_RANKS
 ) -> MicroBatchWork:
     """Compute one layer of a plan in one stream: a rank computes its own tasks while messages
-    arrive, and waits for outputs.
+    arrive, then waits for outputs.
     """
     layer = compute_moves(setting, plan, cost, nodes)
     return MicroBatchWork(
@@ -129,11 +128,11 @@ def compute_plan_work(
 def compute_nano_batch_work(
     setting: Setting, plans: Sequence[Plan], cost: CostModel, nodes: Ranks = UNIFORM_RANKS
 ) -> MicroBatchWork:
-    """Compute one layer of the plans of two nano-batches in ping-pong.
+    """Compute one layer of the plans of both nano-batches in ping-pong.
 
-    In turns: linear layers of A beside the return of B, those of B beside the dispatch of A,
-    attention of A beside the dispatch of B, attention of B beside the return of A. A rank waits for
-    the part of a message that is longer than the computation beside it.
+    In turns, linear layers of A overlap with the return of B, those of B with the dispatch of A,
+    attention of A with the dispatch of B, and attention of B with the return of A. A rank waits for
+    the part of a message that takes longer than the computation.
     """
     first, second = (compute_moves(setting, plan, cost, nodes) for plan in plans)
     tokens = [plan.layout.query_tokens.astype(np.float64) for plan in plans]
@@ -158,17 +157,17 @@ def compute_nano_batch_work(
     )
 
 
-# Where the documents of a micro-batch lie: a layout, or those of both nano-batches of ping-pong.
+# The documents of a micro-batch: a layout, or one for each nano-batch of ping-pong.
 Placement = tuple[Layout, ...]
-# As ping-pong cuts in training (`hf_distca.integration.nano_batches`): the least part of the tokens
-# in the smaller nano-batch.
+# The smaller nano-batch's least part of the tokens, as in training
+# (`hf_distca.integration.nano_batches`).
 _SMALLEST = 3 / 8
 Planner = Callable[[Layout, CostModel, DistCAConfig, Ranks], Plan]
 
 
 def fill_given_rows(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> Placement:
-    """Fill rows like a packing loader: documents are cut at the end of a row, and each part is a
-    document of its own.
+    """Fill rows like a packing loader: the end of a row cuts a document, and each part is a
+    separate document.
     """
     layout = pack_rows(lengths, setting.group, setting.tokens_per_rank)
     return split_in_halves(layout) if ping_pong else (layout,)
@@ -185,11 +184,11 @@ def deal_documents(setting: Setting, lengths: IntArray, *, ping_pong: bool) -> P
 
 
 def split_in_halves(layout: Layout) -> tuple[Layout, Layout]:
-    """Split a layout in which every document lies on one rank into nano-batches, between documents
-    near the middle of a rank.
+    """Split a layout with whole documents on each rank into nano-batches, between documents near
+    the middle of a rank.
 
-    Where no document begins near it, a document is cut, and the second nano-batch has its first
-    part as context.
+    If no document begins there, one is cut, and the second nano-batch has its first part as
+    context.
     """
     cuts = []
     for begin, end in pairwise(layout.offsets.tolist()):
@@ -202,8 +201,8 @@ def split_in_halves(layout: Layout) -> tuple[Layout, Layout]:
     before = np.clip(np.array(cuts)[layout.rank] - layout.token, 0, layout.length)
     after = layout.length - before
     crosses = (before > 0) & (after > 0)
-    # The second nano-batch has of each segment the part before the cut, as context, where it
-    # crosses, and the part after it.
+    # Of each segment, the second nano-batch has the part after the cut, and as context the part
+    # before it if the segment crosses the cut.
     there = np.stack([crosses, after > 0], axis=1)
     document, rank, start, length = (
         np.stack(columns, axis=1)[there]
@@ -236,7 +235,7 @@ def split_in_halves(layout: Layout) -> tuple[Layout, Layout]:
 def compute_placement_work(
     setting: Setting, placement: Placement, planner: Planner = balance
 ) -> MicroBatchWork:
-    """Compute the work of a micro-batch with this placement, in all layers."""
+    """Compute the work of a micro-batch with this placement in all layers."""
     config = DistCAConfig(ping_pong=len(placement) > 1)
 
     def compute_layer(cost: CostModel) -> MicroBatchWork:
@@ -254,9 +253,7 @@ def compute_placement_work(
 def make_candidates(
     setting: Setting, placements: Sequence[Placement], planner: Planner = balance
 ) -> list[Candidate]:
-    """Make the only candidate for micro-batches with these placements; with stages, idle ones
-    serve.
-    """
+    """Make the only candidate for these placements; in a pipeline, idle stages serve."""
     staged = setting.stages > 1
     placements = _list_ticks(setting, placements) if staged else placements
     return [
@@ -274,11 +271,11 @@ def make_group_candidates(
     setting: Setting,
     batches: Sequence[IntArray],
 ) -> list[Candidate]:
-    """Make the candidates of hf-distca: ranks of a large attention group share attention in smaller
-    ones, each with its own documents.
+    """Make the candidates of hf-distca: the ranks of a large attention group share attention in
+    smaller groups with separate documents.
 
-    `place` places the documents of a micro-batch, as `fill_given_rows` does; `share` divides a
-    micro-batch among so many groups, with so many tokens each.
+    `place` places the documents of a micro-batch, like `fill_given_rows`; `share` divides a
+    micro-batch among groups with equally many tokens.
     """
     count = setting.group // setting.shared
     if count == 1:
@@ -302,14 +299,14 @@ def make_group_candidates(
 
 def _list_ticks(setting: Setting, placements: Sequence[Placement]) -> list[Placement]:
     """Return the placements on the ranks of all stages in each tick of one direction; stages
-    without a micro-batch have nothing.
+    without a micro-batch have no documents.
     """
     none = np.zeros(0, dtype=np.int64)
     empty = (Layout(none, none, none, np.zeros(setting.group + 1, dtype=np.int64)),) * len(
         placements[0]
     )
     padded = [empty] * (setting.stages - 1) + [*placements] + [empty] * (setting.stages - 1)
-    # A micro-batch is in the first stage first.
+    # A micro-batch enters the first stage first.
     running = [
         padded[tick : tick + setting.stages][::-1]
         for tick in range(len(placements) + setting.stages - 1)

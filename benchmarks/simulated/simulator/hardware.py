@@ -15,24 +15,24 @@ from simulator.profiles import (
 )
 
 REACHED = 0.85  # of the data sheet's rates of memory and of the link to the host: assumed
-# Of that, by copies into another order. pytorch issue 178066: heads are put in order for an
-# all-to-all in 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the
+# A further factor for copies into another order. pytorch issue 178066: putting heads in order for
+# an all-to-all takes 0.38 of its time on H100 and 0.43 on A100. With the all-to-alls of the
 # profiles among 8 GPUs, that is 0.54 and 0.55 of the data sheet's rate.
 _REORDERED = 0.545 / REACHED
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """A device and its links. Rates are those reached, not those of data sheets.
+    """A device and its links. Rates are measured ones, not those of data sheets.
 
     Attributes:
-        name: its name.
+        name: name of the device.
         matmul_flops: floating-point operations per second of a large matrix product.
         memory_rate: bytes per second of operations that only read and write memory.
         memory_bytes: memory of the device.
         gather_rate: bytes per second of an all-gather or a reduce-scatter on each device, within a
             node.
-        node_rate: bytes per second that a device sends, while it receives as much, within a node.
+        node_rate: bytes per second that a device sends within a node, while it receives as many.
         link_gbps: gigabits per second of a device's share of the network between nodes.
         link_share: part of `link_gbps` that messages reach.
         exchange_seconds, peer_seconds: fixed seconds of one exchange, and the addition for each
@@ -68,15 +68,16 @@ class Hardware:
 
     @property
     def link_rate(self) -> float:
-        """Bytes per second that a device sends to another node, while it receives as much."""
+        """Bytes per second that a device sends to another node, while it receives as many."""
         return self.link_gbps * 1e9 / 8 * self.link_share
 
 
-# Products: the largest measured ones in bf16 (ml-engineering, "Maximum Achievable Matmul FLOPS"):
-# 794.5 of 989 TFLOP/s, 267.9 of 312 and 1745 of 2250. Memory and host: data sheets. Gathers: on
-# Hopper, all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200 (nccl-tests in hao-ai-lab/DistCA,
-# commit 2afd219); on A100, as large a part of 300 GB/s each way, assumed; on Blackwell, as much
-# more than an all-to-all as on H200, which is what DeepEP V2 reaches over NVLink.
+# Products: the largest measured rates in bf16 (ml-engineering, "Maximum Achievable Matmul FLOPS"):
+# 794.5 of 989 TFLOP/s on Hopper, 267.9 of 312 on A100, 1745 of 2250 on Blackwell. Memory and host:
+# data sheets. Gathers: on Hopper, all-gather and reduce-scatter of 0.5 to 1 GB on 8 H200
+# (nccl-tests in hao-ai-lab/DistCA, commit 2afd219); on A100, the same share of 300 GB/s each way is
+# assumed; on Blackwell, the same ratio to an all-to-all as on H200, which DeepEP V2 reaches over
+# NVLink.
 _HOPPER: dict[str, Any] = {
     "matmul_flops": 7.945e14,
     "memory_rate": 3.35e12,
@@ -105,7 +106,7 @@ _FIGURES = {
         "host_rate": 3.2e10,  # PCIe 4.0
     },
     "b200": _BLACKWELL,
-    # NVL72: the links of a node join 72, and two share the 480 GB of a Grace and the 450 GB/s each
+    # NVL72: fast links join 72 GPUs. Two GPUs share the 480 GB of a Grace CPU, and 450 GB/s each
     # way to it.
     "gb200": _BLACKWELL
     | {"memory_bytes": 186e9, "ranks_per_node": 72, "host_bytes": 2.4e11, "host_rate": 2.25e11},
@@ -117,11 +118,12 @@ DEVICES = tuple(_FIGURES)
 
 
 def find_hardware(name: str, kernel: str | None = None) -> Hardware:
-    """Find a known device by name, with an attention kernel: flash-attention 2 if none is named,
-    and 4 on Blackwell.
+    """Find a device by name, with an attention kernel: flash-attention 2 by default, and 4 on
+    Blackwell.
 
     Raises:
-        ConfigError: if there is none of this name, or no published timings of the kernel on it.
+        ConfigError: if no device has this name, or there are no published timings of the kernel on
+            it.
     """
     device = name.lower()
     if device not in DEVICES:
@@ -142,10 +144,10 @@ def find_hardware(name: str, kernel: str | None = None) -> Hardware:
 
 
 def _with_profile(device: str, name: str) -> Hardware:
-    """Join the figures of a device with the attention kernel and links of a profile."""
+    """Combine the figures of a device with the attention kernel and links of a profile."""
     figures, timed = _FIGURES[device], _TIMED[device]
     profile = PROFILES[name]
-    # Than that of the GPU that was timed.
+    # Relative to the timed GPU.
     faster = figures["memory_rate"] / _FIGURES[timed]["memory_rate"]
     forward, backward = (
         replace(cost, bytes_per_second=faster * cost.bytes_per_second)

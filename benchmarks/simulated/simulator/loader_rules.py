@@ -1,4 +1,4 @@
-"""Strategies of the loader: documents are assigned to ranks, and nothing is exchanged in layers."""
+"""Strategies of the loader: they assign documents to ranks, and layers exchange nothing."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from hf_distca.tools.advise.ways import pack_rows
 from simulator.setting import Setting
 from simulator.work import estimate_layer_seconds
 
-# Weight of a square in transformers' cost of a sample (BatchRebalanceSampler.QUADRATIC_COST_COEF).
+# Weight of the squared length in transformers' cost of a sample
+# (BatchRebalanceSampler.QUADRATIC_COST_COEF).
 _SQUARE = 0.001
 
 
 def cut_into_batches(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
-    """Fill `count` batches of so many tokens with documents in order.
+    """Fill `count` batches of `tokens` tokens with documents in order.
 
-    The part after the end of a batch is a document of its own.
+    The part after the end of a batch becomes a separate document.
     """
     rows = pack_rows(lengths, count, tokens)
     return np.split(rows.length, rows.offsets[1:-1])
 
 
 def distribute_documents(lengths: IntArray, count: int, tokens: int) -> list[IntArray]:
-    """Distribute documents to `count` batches of so many tokens: longest first, each where most
-    room is left. The rest is cut.
+    """Distribute documents to `count` batches of `tokens` tokens, longest first, each to the batch
+    with the most room left. Documents without room are cut.
 
     Batches keep the order of documents.
     """
@@ -59,10 +60,10 @@ def distribute_documents(lengths: IntArray, count: int, tokens: int) -> list[Int
 def draw_steps(
     documents: DocumentSource, tokens: int, micro_batches: int, count: int
 ) -> Iterator[list[IntArray]]:
-    """Yield `count` steps of so many micro-batches of exactly so many tokens each.
+    """Yield `count` steps of `micro_batches` micro-batches with exactly `tokens` tokens each.
 
-    For any number of micro-batches that share the tokens of a step, its documents are the same,
-    except short ones that are cut to fill them up.
+    The documents of a step do not depend on the number of micro-batches that share its tokens,
+    except that short documents are cut to fill micro-batches.
 
     Raises:
         LayoutError: if a document is longer than a micro-batch.
@@ -80,8 +81,8 @@ def draw_steps(
 
 
 def estimate_document_seconds(setting: Setting, lengths: IntArray) -> FloatArray:
-    """Compute the seconds that each document adds to its rank, all layers, both directions."""
-    # A long row's seconds a token: alone, a short document would read all weights by itself.
+    """Compute the seconds that each document adds to its rank, all layers and both directions."""
+    # Seconds per token in a long row: alone, a short document would pay for reading all weights.
     tokens = float(setting.tokens_per_rank)
     token_seconds = float(estimate_layer_seconds(setting, np.full(1, tokens)).sum()) / tokens
     seconds = setting.model.layers * token_seconds * lengths.astype(np.float64)
@@ -93,11 +94,11 @@ def estimate_document_seconds(setting: Setting, lengths: IntArray) -> FloatArray
 def assign_longest_first(
     seconds: FloatArray, lengths: IntArray, bins: int, cap: int | None = None
 ) -> IntArray:
-    """Assign each document, longest first, to the bin with the least seconds, of those where its
-    tokens fit under a cap.
+    """Assign each document, longest first, to the bin with the least seconds among those with room
+    under the cap.
 
     Returns:
-        The bin of each document. Where nothing fits, it is the bin with the fewest tokens.
+        The bin of each document. If no bin has room, it is the one with the fewest tokens.
     """
     room = np.full(bins, int(lengths.sum()) if cap is None else cap)
     loads = np.zeros(bins)
@@ -122,7 +123,7 @@ def assign_by_equal_cost(lengths: IntArray, bins: int) -> IntArray:
     sample_costs = falling + _SQUARE * falling**2
 
     def find_runs(cap: float) -> list[int]:
-        """Find the beginnings of runs if none costs more than the cap."""
+        """Find the first documents of runs that each cost at most `cap`."""
         starts: list[int] = []
         start = 0
         while start < len(sample_costs) and len(starts) <= bins:
@@ -131,7 +132,7 @@ def assign_by_equal_cost(lengths: IntArray, bins: int) -> IntArray:
         return starts
 
     dearest = float(sample_costs.max(initial=0))
-    # A single run of all documents costs less, however that is rounded.
+    # A single run of all documents costs less, whatever the rounding.
     low = dearest
     high = dearest * (len(sample_costs) + 1)
     while high - low > 1e-3 * high:

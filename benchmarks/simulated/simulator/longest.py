@@ -1,5 +1,5 @@
-"""`find_longest_documents`: the longest document that ranks hold together, and its step, under
-ways to save memory.
+"""`find_longest_documents`: the longest document that all ranks hold together and its step, for
+several ways to save memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from simulator.strategies import OURS, find_strategy
 
 _DEALT = tuple(name for name in OURS if name.startswith("dealt"))
 _CHECKPOINTING = {"checkpointing": "full", "offload": False, "loss_tokens": None, "fused": False}
-# What each way sets, beside what the one before it does.
+# The options of each way, on top of the way before it.
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "checkpointing": _CHECKPOINTING,
@@ -37,10 +37,10 @@ class LongestDocument:
     """The longest document under one way to save memory.
 
     Attributes:
-        way: its name in `WAYS`.
-        tokens: number of tokens of the document, equally many on each rank; 0 if none fits.
-        step: its step; None if none fits.
-        limit: memory that a longer one would exceed, ``"device"`` or ``"host"``.
+        way: key of the way in `WAYS`.
+        tokens: tokens of the document, equally many on each rank; 0 if none fits.
+        step: step of the document; None if none fits.
+        limit: memory that a longer document would exceed, ``"device"`` or ``"host"``.
     """
 
     way: str
@@ -50,8 +50,8 @@ class LongestDocument:
 
 
 def find_longest_documents(setting: Setting) -> list[LongestDocument]:
-    """Find the longest document of each way, to within 1024 tokens a rank, by the faster of
-    hf-distca's ways to deal that fit.
+    """Find the longest document of each way to save memory, to within 1024 tokens a rank. The step
+    is the faster of hf-distca's ways to deal that fit.
 
     Every micro-batch is one document, dealt to all ranks.
 
@@ -73,7 +73,7 @@ def find_longest_documents(setting: Setting) -> list[LongestDocument]:
 
 
 def _find_longest(setting: Setting, way: str) -> LongestDocument:
-    # A token has at least one layer's input on the device, or on the host.
+    # Each token needs at least one layer's input on the device, or on the host.
     hardware = setting.hardware
     least_bytes = setting.model.hidden / setting.tensor * hardware.element_bytes
     most_tokens = int(max(hardware.memory_bytes, hardware.host_bytes) / least_bytes)
@@ -82,7 +82,7 @@ def _find_longest(setting: Setting, way: str) -> LongestDocument:
         return _step(replace(setting, tokens_per_rank=units * _UNIT))
 
     most = min(most_tokens, MOST_TOKENS - _UNIT) // _UNIT
-    end = 1  # the longest that memory might hold may be far longer than what fits, and takes long
+    end = 1  # doubling, because steps far longer than what fits take long to predict
     while end < most and step(end).fits:
         end = min(2 * end, most)
     units = bisect_left(range(1, end + 1), True, end // 2, key=lambda units: not step(units).fits)
@@ -95,8 +95,8 @@ def _find_longest(setting: Setting, way: str) -> LongestDocument:
 
 
 def _step(setting: Setting) -> Prediction:
-    """Predict the step of a document that fills all ranks: the fastest that fits, or else the one
-    that needs the least.
+    """Predict the step of a document that fills all ranks: the fastest step that fits, otherwise
+    the one with the least memory.
     """
     batches = [np.array([setting.tokens])] * setting.micro_batches
     steps = [

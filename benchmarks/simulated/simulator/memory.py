@@ -1,13 +1,13 @@
-"""Peak memory of a rank, by term: the largest of a few moments of a step.
+"""Peak memory of a rank, by term: the largest of several moments of a step.
 
 The count covers torch's allocations for modules of transformers, operation by operation: tensors
-that autograd saves for backward, and others alive at the same moment.
+that autograd saves for backward, and other tensors alive at the same moment.
 `benchmarks/memory/peak_memory.py` compares it with allocations of CPU processes.
 
 Three moments can be the fullest: the loss, whose logits are as wide as the vocabulary; the backward
-of a feed-forward layer; and that of attention, beside what an exchange holds. The latter two are
-counted for the last layer, when all others still wait and no layer has gradients, and for the
-first, when no other waits and all have them.
+of a feed-forward layer; and the backward of attention, together with the tensors of its exchange.
+The last two are counted in the last layer, when all other layers wait and none has gradients, and
+in the first layer, when no other layer waits and all have gradients.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from simulator.setting import Setting
 
 _MOMENT_BYTES = 8  # Adam's two moments in float32
 _WIDE = 4  # bytes of a float32
-# Of each logit: its log-softmax, that one's gradient and its own, all in float32 (torch's
-# cross_entropy, in backward).
+# Bytes per logit: its log-softmax, and the gradients of both, in float32 (torch's cross_entropy, in
+# backward).
 _LOGIT_BYTES = 12
-_CHUNK_WORDS = 32768  # of the vocabulary, of which a chunked loss has logits at a time (TRL)
+_CHUNK_WORDS = 32768  # vocabulary entries per chunk of logits in a chunked loss (TRL)
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes on a rank at one moment of a step; numbers, or arrays of shape (ranks,).
+    """Bytes on a rank at one moment of a step, as numbers or arrays of shape (ranks,).
 
     Attributes:
-        weights, gradients, optimizer: their bytes that stay on the rank between layers.
+        weights, gradients, optimizer: bytes of each that stay on the rank between layers.
         gathered: whole weights and gradients under FSDP2 and ZeRO-3: of the embedding and the
             output layer, which FSDP2 keeps in the root's group, of the current layer, and of its
             neighbours, of which one is gathered ahead and one is reduced.
         checkpoints: tensors that wait for backward: inputs of layers, or without checkpointing
             everything that layers save.
-        outputs: o and the log-sum-exp of attention, which checkpointing keeps if attention is not
+        outputs: o and the log-sum-exp of attention, kept under checkpointing if attention is not
             repeated.
         layer: tensors of the current layer.
         exchange: tensors that an exchange of attention holds for other ranks, and from them.
-        loss: logits, and the hidden states and gradients beside them.
-        host: checkpoints and outputs that were offloaded to the host. They do not count in `total`.
+        loss: logits, and the hidden states and gradients at that moment.
+        host: checkpoints and outputs that were offloaded to the host; not part of `total`.
     """
 
     weights: FloatArray | float = 0.0
@@ -63,23 +63,22 @@ class RankMemory:
 
     @property
     def total(self) -> FloatArray:
-        """Bytes of the device."""
+        """Bytes on the device."""
         return np.asarray(sum(getattr(self, term) for term in TERMS))
 
     def select_rank(self, rank: int) -> RankMemory:
-        """Return the figures of one rank, as numbers."""
         values = (np.atleast_1d(getattr(self, part.name)) for part in fields(self))
         return RankMemory(*(float(value[rank if len(value) > 1 else 0]) for value in values))
 
 
-# What the device's memory is made of.
+# The terms of the device's memory.
 TERMS = tuple(part.name for part in fields(RankMemory) if part.name != "host")
 
 
 def compute_state_bytes(setting: Setting) -> RankMemory:
-    """Compute the bytes of weights, gradients and optimizer, which is Adam's.
+    """Compute the bytes of weights, gradients and Adam's state.
 
-    Under FSDP2 all are sharded and in float32, as accelerate has them in mixed precision. Otherwise
+    Under FSDP2 all are sharded and in float32, as in accelerate's mixed precision. Otherwise
     gradients are whole and in float32, and weights of two bytes have a copy in float32, which
     ``"zero1"`` shards with the optimizer.
     """
@@ -93,9 +92,9 @@ def compute_state_bytes(setting: Setting) -> RankMemory:
 
 
 def compute_kernel_bytes(shape: AttentionShape) -> tuple[float, float]:
-    """Compute the bytes that a kernel's backward needs inside, for each row and for each key.
+    """Compute the bytes that a kernel's backward needs internally, for each row and for each key.
 
-    Flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query
+    flash-attention 2 sums gradients of rows in float32 and writes those of keys for every query
     head (`mha_varlen_bwd` in flash_api.cpp: dq_accum, dk_expanded, dv_expanded); torch's kernel for
     CPUs needs about as much.
     """
@@ -105,14 +104,14 @@ def compute_kernel_bytes(shape: AttentionShape) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class _LayerBytes:
-    """Bytes of a layer for each token.
+    """Bytes of a layer per token.
 
     Attributes:
-        input: its input.
-        attention, feed_forward: bytes that autograd saves in its two halves, inputs of norms
-            included.
-        attention_work, feed_forward_work: other bytes in their backward.
-        waiting: bytes that wait for backward, without attention's outputs where checkpointing keeps
+        input: input of the layer.
+        attention, feed_forward: bytes that autograd saves in each half of the layer, inputs of
+            norms included.
+        attention_work, feed_forward_work: other bytes in the backward of each half.
+        waiting: bytes that wait for backward, without attention's outputs if checkpointing keeps
             them.
         kept: attention's outputs, o and the log-sum-exp, if checkpointing keeps them.
     """
@@ -127,13 +126,13 @@ class _LayerBytes:
 
     @classmethod
     def from_setting(cls, setting: Setting) -> _LayerBytes:
-        """Compute the bytes of transformers' decoder layers, or of layers with fused norms and
-        gated activations.
+        """Compute the bytes for the decoder layers of transformers, or for layers with fused norms
+        and gated activations.
 
-        A norm of transformers saves its input in float32, what it makes of it, and its output
-        (`LlamaRMSNorm`); a fused one saves its input and its output (`LigerRMSNorm`). The gated
-        activation saves gate, silu, up and their product, and in backward has gate, silu and up
-        with three gradients (`LlamaMLP`); a fused one saves gate, up and the product
+        A norm of transformers saves its input in float32, the normalized input, and its output
+        (`LlamaRMSNorm`); a fused norm saves its input and its output (`LigerRMSNorm`). The gated
+        activation saves gate, silu, up and their product; its backward holds gate, silu and up with
+        three gradients (`LlamaMLP`). A fused activation saves gate, up and the product
         (`LigerSiLUMul`).
         """
         model, shape, fused = setting.model, setting.shape, setting.fused
@@ -160,8 +159,8 @@ class _LayerBytes:
 
 
 def compute_activation_bytes(setting: Setting) -> float:
-    """Return the bytes that each token of a micro-batch keeps for the backward of a
-    rank's layers, on the device or on the host.
+    """Return the bytes per token of a micro-batch that a rank's layers keep for backward, on the
+    device or on the host.
     """
     layer = _LayerBytes.from_setting(setting)
     return setting.stage_layers * (layer.waiting + layer.kept)
@@ -173,15 +172,15 @@ def compute_host_bytes(setting: Setting) -> float:
 
 
 def count_in_flight(setting: Setting, *, same_phase: bool = False) -> int:
-    """Return the micro-batches that wait for backward on the first of p stages: p in
-    1F1B, and 2 p - 1 if all run the same phase.
+    """Return how many micro-batches wait for backward on the first of p stages: p in 1F1B, and 2 p
+    - 1 if all stages run the same phase.
     """
     return min(2 * setting.stages - 1 if same_phase else setting.stages, setting.micro_batches)
 
 
 def _compute_gathered_bytes(setting: Setting, layers: int) -> float:
-    """Return the bytes of whole weights beside those of so many layers, and gradients of the output
-    layer and of a layer.
+    """Return the bytes of whole weights outside the layers and of `layers` layers, and of gradients
+    of the output layer and of one layer.
     """
     if setting.sharding != "fsdp" or setting.group == 1:
         return 0.0
@@ -192,8 +191,7 @@ def _compute_gathered_bytes(setting: Setting, layers: int) -> float:
 
 
 def _compute_loss_bytes(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Return the bytes of the last norm, and of logits and their gradients for all tokens or a
-    chunk.
+    """Return the bytes of the last norm, and of logits and their gradients per chunk or in all.
 
     In chunks, gradients of hidden states and of the output layer's weights are summed in float32
     (TRL's ChunkedLogProbFunction).
@@ -216,9 +214,7 @@ def _iterate_moments(
     kept: npt.ArrayLike,
     flying: int,
 ) -> Iterator[RankMemory]:
-    """Yield moments that may be the fullest of a rank; for the arguments see
-    `find_fullest_moment`.
-    """
+    """Yield the moments that can be the fullest; for the arguments see `find_fullest_moment`."""
     count = np.asarray(tokens, dtype=np.float64)
     layer = _LayerBytes.from_setting(setting)
     repeated = setting.checkpointing != "none"
@@ -226,7 +222,7 @@ def _iterate_moments(
     before = after = compute_state_bytes(setting)
     if setting.micro_batches == 1:
         before = replace(after, gradients=0.0)
-        if setting.sharding == "fsdp":  # gradients of the root are reduced last
+        if setting.sharding == "fsdp":  # the root's gradients are reduced last
             layers = setting.model.layers * setting.model.layer_parameters
             after = replace(after, gradients=after.gradients * layers / setting.model.parameters)
 
@@ -245,8 +241,8 @@ def _iterate_moments(
         gathered=_compute_gathered_bytes(setting, 0),
         loss=_compute_loss_bytes(setting, count),
     )
-    # A layer that is repeated saves everything anew, but what of it waits anyway: outputs, and the
-    # input if a norm saves that.
+    # A repeated layer saves everything again, except tensors that waited anyway: outputs, and the
+    # input if a norm saves it.
     shared = layer.kept + (
         layer.input if setting.fused or setting.hardware.element_bytes == _WIDE else 0.0
     )
@@ -274,9 +270,9 @@ def find_fullest_moment(
 
     Args:
         setting: the simulated setting.
-        tokens: tokens of a micro-batch, of each rank or of all.
+        tokens: tokens of a micro-batch, one number per rank or one for all ranks.
         received: bytes that the exchange of a layer holds while it runs.
-        kept: bytes that exchanges keep for backward.
+        kept: bytes of exchanges that stay until backward.
         same_phase: whether all stages run the same phase.
     """
     moments = _iterate_moments(
@@ -287,10 +283,10 @@ def find_fullest_moment(
 
 
 def find_most_tokens(setting: Setting, received: float = 0.0, kept: float = 0.0) -> int:
-    """Return the tokens of a micro-batch that fill a rank's memory, if exchanges hold so many bytes
-    for each.
+    """Return the tokens of a micro-batch that fill a rank's memory, if exchanges hold `received`
+    and `kept` bytes per token.
     """
-    # A token has at least a layer's input.
+    # Each token needs at least a layer's input.
     limit = int(setting.hardware.memory_bytes / _LayerBytes.from_setting(setting).input) + 1
     fitting = bisect_right(
         range(limit),

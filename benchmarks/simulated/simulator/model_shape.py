@@ -1,5 +1,5 @@
-"""`ModelShape`: sizes, weights and attention of a model, as they are counted and as predictions
-need them, and the shapes of a few known models.
+"""`ModelShape`: sizes, weights and attention of a model as predictions need them, and the shapes of
+several known models.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class ModelShape:
     """A decoder: dense with gated feed-forward layers, unless its weights were counted.
 
     Attributes:
-        name: its name, or the file that describes it.
-        hidden, layers, vocabulary: its sizes.
-        query_heads, key_value_heads, head_dim: of layers without a window, if heads differ; the
-            width is the mean of those of keys and values.
-        feed_forward: width of a gated feed-forward layer with as many weights as a token meets
-            beside attention in the mean layer.
+        name: name of the model, or the file that describes it.
+        hidden, layers, vocabulary: sizes of the model.
+        query_heads, key_value_heads, head_dim: heads of the layers without a window, if layers
+            differ; `head_dim` is the mean of the widths of keys and values.
+        feed_forward: width of a gated feed-forward layer with as many weights as a token uses
+            outside attention in the mean layer.
         tied: whether the output layer shares the embedding's weights.
-        window: keys that a position sees in layers with a sliding window, if there are any.
-        windowed_layers: number of layers that have it.
+        window: keys that a position sees in layers with a sliding window; None without such layers.
+        windowed_layers: number of layers with the window.
         head_norms: whether q and k go through norms.
-        attention_layers: number of computations of core attention; None for once in each layer.
+        attention_layers: number of computations of core attention; None for one in each layer.
             Layers without it are counted as larger feed-forward layers.
         weights: number of weights; None for those of dense layers with the sizes above.
-        active: number of weights of the layers' matrices that a token meets, if different.
+        active: number of weights of the layers' matrices that a token uses, if different.
     """
 
     name: str
@@ -72,8 +72,8 @@ class ModelShape:
             or not 0 <= self.windowed_layers <= self.attending
         ):
             raise ConfigError(
-                f"{self}: query heads must be a multiple of key/value heads, and no more layers"
-                " have a window."
+                f"{self}: query heads must be a multiple of key/value heads, and at most all"
+                " layers may have a window."
             )
         if self.window is not None and self.window < 1:
             raise ConfigError(
@@ -83,12 +83,12 @@ class ModelShape:
 
     @property
     def attention_width(self) -> int:
-        """Number of elements of one token's q."""
+        """Number of elements of q for one token."""
         return self.query_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Number of elements of one token's k."""
+        """Number of elements of k for one token."""
         return self.key_value_heads * self.head_dim
 
     @property
@@ -98,20 +98,18 @@ class ModelShape:
 
     @property
     def attention_share(self) -> float:
-        """Number of computations of core attention in the mean layer."""
+        """Mean number of computations of core attention per layer."""
         return self.attending / self.layers
 
     @property
     def dense_parameters(self) -> int:
-        """Number of weights of the matrices of a dense layer with these sizes."""
+        """Number of weights of the matrices of a dense layer with the sizes of this model."""
         attention = self.hidden * (2 * self.attention_width + 2 * self.key_width)
         return attention + 3 * self.hidden * self.feed_forward
 
     @property
     def active_share(self) -> float:
-        """Weights of the layers that a token meets, relative to those of dense layers with these
-        sizes.
-        """
+        """Weights of the layers that a token uses, relative to dense layers of these sizes."""
         return 1.0 if self.active is None else self.active / (self.layers * self.dense_parameters)
 
     @property
@@ -136,9 +134,7 @@ class ModelShape:
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int], ...]:
-        """Sliding window (None without) and number of the layers of each kind that compute core
-        attention.
-        """
+        """Window (None without) and number of layers of each kind that computes core attention."""
         kinds = ((None, self.attending - self.windowed_layers), (self.window, self.windowed_layers))
         return tuple((window, count) for window, count in kinds if count)
 
@@ -164,7 +160,7 @@ def find_model(name: str) -> ModelShape:
     """Find a known shape by name.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if no known shape has this name.
     """
     if name.lower() not in KNOWN_MODELS:
         raise ConfigError(
@@ -174,11 +170,11 @@ def find_model(name: str) -> ModelShape:
 
 
 def count_shape(path: Path) -> ModelShape:
-    """Count the shape of the model of a config.json; of a composite model, of the part that writes
+    """Count the shape of the model in a config.json; for a composite model, of the part that writes
     text.
 
     Raises:
-        ConfigError: if there is no such file, it has parts that cannot be counted, or layers of
+        ConfigError: if the file does not exist, some parts cannot be counted, or layers have
             several windows.
         UnsupportedError: if distca does not support the model.
     """

@@ -27,32 +27,32 @@ from simulator.work import (
     estimate_weight_exchange,
 )
 
-# A strategy that skips more than this part of the attention trains on other documents: it is shown,
-# and not compared.
+# Strategies that skip more than this part of attention train on different documents: they are shown
+# but not compared.
 _SKIPPED = 0.01
 _MOST_BATCHES = 100_000
-_TIE = 1e-3  # part of a step that is no difference
+_TIE = 1e-3  # largest part of a step that counts as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted step of a strategy; over several batches, the mean of each figure except memory,
-    where the largest counts.
+    """Predicted step of a strategy. Over several batches, figures are means, and memory is the
+    largest.
 
     Attributes:
-        strategy, title: its name, and its name in tables.
+        strategy, title: name of the strategy, and its name in tables.
         step_seconds: seconds of a step.
         idle_share: part of the step in which the mean rank waits for others: stragglers and
             pipeline bubbles.
         exposed_share: part of the step in which the mean rank waits for messages of core attention.
-        hidden_seconds, exposed_seconds: seconds of such messages beside computing, and not, of the
-            mean rank.
+        hidden_seconds, exposed_seconds: seconds of these messages on the mean rank, hidden behind
+            compute and not hidden.
         peak_bytes: largest memory of a rank.
-        memory: its terms, and offloaded bytes.
-        fits: whether the device and its host have so much.
-        attention_share: query-key pairs computed, of those of whole documents.
+        memory: terms of this memory, and offloaded bytes.
+        fits: whether the device and its host have enough memory.
+        attention_share: computed query-key pairs, relative to those of whole documents.
         most_tokens: tokens of a micro-batch on the fullest rank.
-        degree: ranks that share a row, if a strategy chooses that; the most frequent number.
+        degree: most frequent number of ranks that share a row, if the strategy chooses it.
     """
 
     strategy: str
@@ -71,17 +71,17 @@ class Prediction:
 
     @property
     def comparable(self) -> bool:
-        """True if it fits, and computes the attention of whole documents."""
+        """Whether the step fits, and computes the attention of whole documents."""
         return self.fits and self.attention_share >= 1 - _SKIPPED
 
 
 def predict_step(
     setting: Setting, batches: Sequence[IntArray], strategy: Strategy
 ) -> Prediction | None:
-    """Predict the step of these micro-batches of the attention group, each its document lengths;
-    None if a strategy cannot run them.
+    """Predict the step of these micro-batches of the attention group, each given by its document
+    lengths; return None if the strategy cannot run them.
     """
-    # hf-distca keeps attention's output.
+    # hf-distca keeps the outputs of attention.
     if strategy.disaggregated and setting.checkpointing == "full":
         setting = replace(setting, checkpointing="selective")
     return min(
@@ -113,8 +113,8 @@ def _predict_candidate(
     )
     weights = estimate_weight_exchange(setting, forward, backward)
     step = timeline.seconds + weights + estimate_optimizer_seconds(setting)
-    # Of a rank: in ticks all stages' ranks are in each work, and else each rank stands for a
-    # pipeline.
+    # Sums per rank: with ticks, each work has the ranks of all stages; otherwise each rank
+    # represents a pipeline.
     exposed = sum(float(work.exposed.sum(axis=0).mean()) for work in works) / stages
     wire = sum(float(work.wire.mean()) for work in works) / stages
     tokens = np.max([work.tokens for work in works], axis=0)
@@ -160,14 +160,14 @@ def simulate(
     """Predict steps of several global batches under each strategy.
 
     Args:
-        setting: model, devices and their arrangement.
+        setting: the simulated setting.
         documents: source of lengths.
         strategies: names of `STRATEGIES`, or strategies.
         batches: number of global batches.
-        told: called after each strategy of each batch.
+        told: function that is called after each strategy of each batch.
 
     Raises:
-        ConfigError: if a strategy is not known, none can run, or `batches` is out of its range.
+        ConfigError: if a strategy is not known, none can run, or `batches` is out of range.
         LayoutError: if a document is longer than a global batch.
     """
     chosen = list({strategy.name: strategy for strategy in map(find_strategy, strategies)}.values())
@@ -209,7 +209,7 @@ def _average_steps(steps: list[Prediction]) -> Prediction:
 
 
 def find_best(predictions: Iterable[Prediction], names: Collection[str]) -> Prediction | None:
-    """Return the fastest of these strategies that fits and computes the attention of whole
+    """Return the fastest of the named strategies that fits and computes the attention of whole
     documents; None if none does.
     """
     return min(
@@ -220,9 +220,7 @@ def find_best(predictions: Iterable[Prediction], names: Collection[str]) -> Pred
 
 
 def find_best_alternative(predictions: Iterable[Prediction]) -> Prediction | None:
-    """Return the fastest strategy that does not disaggregate attention; of equally fast ones the
-    simplest.
-    """
+    """Return the fastest strategy that does not disaggregate attention, the simplest of equals."""
     names = [name for name, strategy in STRATEGIES.items() if not strategy.disaggregated]
     steps = {step.strategy: step for step in predictions}
     best = find_best(steps.values(), names)
@@ -238,7 +236,7 @@ class Timeline(NamedTuple):
 
     Attributes:
         seconds: seconds until the last rank is done.
-        busy: seconds of each rank in which it computes or exchanges.
+        busy: seconds for which each rank computes or exchanges.
     """
 
     seconds: float
@@ -246,10 +244,9 @@ class Timeline(NamedTuple):
 
 
 def estimate_linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Return the seconds of the linear layers of the whole model for so many tokens of each rank,
-    shape (ranks,).
+    """Return the seconds of all linear layers for the tokens of each rank, shape (ranks,).
 
-    With checkpointing, backward runs their forward once more.
+    With checkpointing, backward also runs their forward.
     """
     forward, backward = setting.model.layers * (
         estimate_layer_seconds(setting, tokens) + estimate_tensor_seconds(setting, tokens)
@@ -258,8 +255,7 @@ def estimate_linear_seconds(setting: Setting, tokens: FloatArray) -> Directions:
 
 
 def estimate_rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
-    """Return the seconds of each rank for a micro-batch, all layers of the model, without the
-    output layer.
+    """Return the seconds of each rank for a micro-batch, all layers, without the output layer.
 
     Nothing hides the copies of offloading, as in transformers (`activation_checkpointing_kwargs`).
     """
@@ -273,11 +269,10 @@ def estimate_rank_seconds(setting: Setting, work: MicroBatchWork) -> Directions:
 def run_data_parallel(
     setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
-    """Run the micro-batches of every rank, with `parts` from `estimate_rank_seconds`; all wait for
-    the last one at the end.
+    """Run the micro-batches of every rank, with `parts` from `estimate_rank_seconds`; at the end,
+    all ranks wait for the last one.
 
-    Ranks that exchange something in every layer wait for each other in each direction of a
-    micro-batch, too.
+    Ranks that exchange in every layer also wait for each other in each direction of a micro-batch.
     """
     busy, ends = np.zeros((2, len(works[0].tokens)))
     for work, (forward, backward) in zip(works, parts, strict=True):
@@ -290,7 +285,7 @@ def run_data_parallel(
 
 
 def _estimate_hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Return the seconds that a stage's outputs travel to the next one."""
+    """Return the seconds in which a stage's outputs travel to the next stage."""
     bytes_ = tokens * setting.model.hidden * setting.hardware.element_bytes / setting.tensor
     return np.asarray(bytes_ / setting.hardware.link_rate + setting.hardware.exchange_seconds)
 
@@ -298,12 +293,11 @@ def _estimate_hop_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
 def run_one_forward_one_backward(
     setting: Setting, works: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
-    """Run 1F1B: each rank of the group stands for a pipeline, whose stages have equally many
-    layers.
+    """Run 1F1B: each rank of the group represents a pipeline with equally many layers per stage.
 
     If all calls took one tick, stage s of p would run the forward of micro-batch m in tick 2 m + s
-    or before, and its backward in tick 2 (m + p) - 1 - s. In the order of these ticks every call
-    follows the calls that it waits for.
+    or earlier, and its backward in tick 2 (m + p) - 1 - s. In the order of these ticks, every call
+    follows the calls for which it waits.
     """
     stages = setting.stages
     count = len(works)
@@ -312,7 +306,7 @@ def run_one_forward_one_backward(
     heads = [estimate_head_seconds(setting, work.tokens) for work in works]
     hops = [_estimate_hop_seconds(setting, work.tokens) for work in works]
     free, busy = np.zeros((2, stages, len(works[0].tokens)))
-    ready = [np.zeros_like(hop) for hop in hops]  # when a micro-batch is where its next call runs
+    ready = [np.zeros_like(hop) for hop in hops]  # when a micro-batch arrives at its next call
     for _, number, stage, direction in sorted(calls):
         seconds = parts[number][direction] / stages
         last = stage == stages - 1
@@ -327,11 +321,10 @@ def run_one_forward_one_backward(
 def run_same_phase(
     setting: Setting, ticks: Sequence[MicroBatchWork], parts: Sequence[Directions]
 ) -> Timeline:
-    """Run ticks: all stages in forward or all in backward, where stages without a micro-batch
-    serve.
+    """Run ticks: all stages run forward or all run backward; stages without a micro-batch serve.
 
-    `ticks` has, for each tick of one direction, the work of all stages' ranks, stage after stage,
-    in all layers of the model. The ticks of the other direction are the same.
+    Each item of `ticks` is the work of all stages' ranks in one tick of one direction, stage by
+    stage, in all layers of the model. The ticks of the other direction are the same.
     """
     seconds = 0.0
     busy = np.zeros(len(ticks[0].tokens))

@@ -1,13 +1,13 @@
-"""Rates of GPUs, their attention kernels and links, fitted to timings: heads of 128 in bfloat16.
+"""Rates of GPUs, their attention kernels and links, fitted to timings (heads of 128, bfloat16).
 
-The simulator predicts seconds with them. The library plans with one factor of each
-(`hf_distca.schedule.gpus`).
+The simulator predicts seconds with these rates. The library plans with one factor per GPU and
+kernel (`hf_distca.schedule.gpus`).
 
-Forward and backward are fitted apart to whole sequences of 1K to 32K tokens and packed rows of 1K,
-4K and 16K; those of an H100 also to our own whole documents of 2K to 64K tokens and batches of
-slices of 128 rows and more. A profile has the rates with the least squares of errors among all that
-are within 9.95 % of every fitted timing; README.md has the errors. Of the A100, only forward and
-backward together are published: its rates are those of the H100, bytes and flops scaled.
+Forward and backward are fitted separately to whole sequences of 1K to 32K tokens and packed rows of
+1K, 4K and 16K; on an H100 also to our own whole documents of 2K to 64K tokens and batches of slices
+of at least 128 rows. A profile has the rates with the least squared errors among all rates that are
+within 9.95 % of every fitted timing; README.md lists the errors. For the A100, only the sum of
+forward and backward is published: its rates are those of the H100 with scaled bytes and flops.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from hf_distca.schedule.layout import FloatArray
 
 ELEMENT_BYTES = 2
 EXCHANGE_SECONDS = 3e-5
-# An all-to-all of 8 MiB over 64 H800 takes 338 us (NVIDIA/nccl issue 1531), where 30 us and the
-# bytes make 228.
+# An all-to-all of 8 MiB over 64 H800 takes 338 us (NVIDIA/nccl issue 1531), of which 30 us and the
+# bytes explain 228.
 PEER_SECONDS = 1.7400120120120112e-06
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCost(KernelCost):
-    """A kernel's cost with that of its calls, which is about the same on all ranks, so that plans
-    leave it out.
+    """The cost of a kernel and of its calls. Calls cost about the same on all ranks, so plans leave
+    them out.
 
     Attributes:
-        call_seconds: what a call takes besides its tasks.
-        least_seconds: what no call takes less than, however little it computes: its launch.
+        call_seconds: seconds of a call besides its tasks.
+        least_seconds: least seconds of a call, for its launch.
     """
 
     call_seconds: float = 0.0
@@ -45,9 +45,7 @@ class FittedCost(KernelCost):
 def add_call_overhead(
     cost: KernelCost, seconds: npt.ArrayLike, calls: npt.ArrayLike = 1
 ) -> FloatArray:
-    """Return the seconds of so many calls whose tasks take `seconds` together; without tasks there
-    is no call.
-    """
+    """Return the seconds of `calls` calls whose tasks take `seconds`; no call without tasks."""
     tasks = np.asarray(seconds, dtype=np.float64)
     if not isinstance(cost, FittedCost):
         return tasks
@@ -62,9 +60,9 @@ class Profile:
     """Rates of a kernel on a kind of GPU, for any number of heads, and of its links.
 
     Attributes:
-        forward, backward: seconds of the kernel.
-        node_rate, link_rate: bytes per second at which one rank sends while it also receives as
-            much, inside a node and between nodes.
+        forward, backward: costs of the kernel.
+        node_rate, link_rate: bytes per second that one rank sends while it receives as many, inside
+            a node and between nodes.
     """
 
     forward: FittedCost
@@ -81,16 +79,16 @@ class Profile:
         )
 
 
-# Sources of kernels: MagiAttention, commit 2c641357, kernel level, read off the charts, +-3 %; of
-# the A100, Dao-AILab/flash-attention, commit 0251105a, assets, hidden size 2048, 16K tokens in all;
-# of the H100 with flash_attn_2 and 4 our own timings, too (one H100 80GB HBM3, 2026-11-26, torch
-# 2.11, flash-attn-4 4.0.0b36), and for 4 NVIDIA/cudnn-frontend, llama3.1_20260928_130009.csv of an
-# H200 instead of the charts.
-# Sources of links: NVIDIA GTC25 S72583 (in stas00/ml-engineering, network), the bus of an
-# all-to-all of 8 GPUs: 320 GB/s on H100, 210 on A100, 640 on B200; between nodes nccl-tests issue
-# 130, 48 GB/s of 4 nodes of H100; of 32 A100 24 GB/s, of which 3/4 leaves a node; for B200
-# ml-engineering, P6-B200 over EFA.
-# By GPU and kernel. Task seconds, bytes and flops per second, how often the bytes of rows count,
+# Sources of kernels: MagiAttention (commit 2c641357, kernel level), read off the charts to +-3 %.
+# For the A100: Dao-AILab/flash-attention (commit 0251105a, assets; hidden size 2048, 16K tokens in
+# all). For the H100 with flash_attn_2 and 4: also our own timings (one H100 80GB HBM3, 2026-11-26,
+# torch 2.11, flash-attn-4 4.0.0b36). For flash_attn_4, llama3.1_20260928_130009.csv of
+# NVIDIA/cudnn-frontend (an H200) replaces the charts.
+# Sources of links: NVIDIA GTC25 S72583 (in stas00/ml-engineering, network), bus rates of an
+# all-to-all of 8 GPUs: 320 GB/s on H100, 210 on A100, 640 on B200. Between nodes: nccl-tests issue
+# 130, 48 GB/s on 4 nodes of H100, and 24 GB/s on 32 A100, of which 3/4 leaves a node; for B200,
+# P6-B200 over EFA in ml-engineering.
+# By GPU and kernel: task seconds, bytes and flops per second, how often the bytes of rows count,
 # call seconds, least seconds.
 PROFILES = {
     "a100_flash_attn_2": Profile(
@@ -125,8 +123,8 @@ def find_profile(name: str) -> Profile:
     """Find a profile by name.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if no profile has this name.
     """
     if name not in PROFILES:
-        raise ConfigError(f"profile {name!r} is none of {', '.join(PROFILES)}.")
+        raise ConfigError(f"profile {name!r} is not one of {', '.join(PROFILES)}.")
     return PROFILES[name]

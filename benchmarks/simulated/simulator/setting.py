@@ -1,4 +1,4 @@
-"""`Setting`: model, devices, and the arrangement of ranks."""
+"""`Setting`: model, devices, and arrangement of ranks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ MOST_TOKENS = 2**28
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting to simulate: a step of `micro_batches` micro-batches on `ranks` devices.
+    """A simulated setting: a step of `micro_batches` micro-batches on `ranks` devices.
 
     Attributes:
-        model, hardware: the model, and the device that runs it.
+        model, hardware: the model and the device that runs it.
         ranks: number of devices.
-        tokens_per_rank: tokens of a micro-batch on a rank, before its tensor-parallel group shares
-            them: all ranks of such a group hold the same tokens.
-        tensor, stages: tensor-parallel degree and pipeline stages. The rest of `ranks` is the
-            attention group, of `group` ranks.
+        tokens_per_rank: tokens of a micro-batch on a rank. All ranks of a tensor-parallel group
+            hold the same tokens.
+        tensor, stages: tensor-parallel degree and pipeline stages. The attention group has
+            ranks / (tensor * stages) ranks, its `group`.
         micro_batches: micro-batches of a step.
         ranks_per_node: devices that share a fast link.
-        sharding: of weights, gradients and the optimizer's state: all sharded over the attention
-            group (``"fsdp"``), only the optimizer's (``"zero1"``), or nothing (``"ddp"``).
-        checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as
-            transformers does; ``"selective"`` keeps attention's output; hf-distca always does.
+        sharding: ``"fsdp"`` shards weights, gradients and the optimizer's state over the attention
+            group, ``"zero1"`` only the optimizer's state, ``"ddp"`` nothing.
+        checkpointing: ``"full"`` repeats a layer's forward in backward, attention included, as in
+            transformers; ``"selective"`` keeps the outputs of attention, as hf-distca always does.
         profile: rates of attention and exchange measured elsewhere, instead of the hardware's.
         offload: whether tensors that checkpointing keeps wait in the host's memory.
         loss_tokens: tokens whose logits exist at a time; None for all tokens.
-        fused: whether norms and gated activations are single kernels, as Liger's and Megatron's
-            are, and transformers' are not.
+        fused: whether norms and gated activations are single kernels, as in Liger and Megatron but
+            not in transformers.
     """
 
     model: ModelShape
@@ -98,28 +98,28 @@ class Setting:
 
     @property
     def group(self) -> int:
-        """Number of ranks of the attention group, all with other tokens: data-parallel and
-        context-parallel ranks together.
+        """Number of ranks of the attention group, which all have different tokens: data-parallel
+        and context-parallel ranks together.
         """
         return self.ranks // (self.tensor * self.stages)
 
     @property
     def shared(self) -> int:
-        """Number of ranks that share core attention under hf-distca: training cuts large groups.
+        """Number of ranks that share core attention under hf-distca: training splits large groups.
 
-        In stages, all ranks are one group.
+        With pipeline stages, all ranks are one group.
         """
         return self.group if self.stages > 1 else DistCAConfig().group_ranks(self.group)
 
     @property
     def nodes(self) -> Ranks:
-        """Nodes of the ranks of a group that shares core attention, as in training."""
+        """Nodes of the ranks that share core attention, as in training."""
         per_node = min(self.ranks_per_node // self.tensor, self.shared)
         return Ranks(per_node=per_node if per_node > 1 and self.shared % per_node == 0 else None)
 
     @property
     def dealing_cost(self) -> CostModel:
-        """Cost model of the layers whose rows see the most keys, used to deal documents."""
+        """Cost model to deal documents: that of the layers whose rows see the most keys."""
         return self.make_cost_model(None if None in dict(self.model.kinds) else self.model.window)
 
     @property
@@ -129,17 +129,16 @@ class Setting:
 
     @property
     def stage_layers(self) -> int:
-        """Number of layers of a pipeline stage."""
         return self.model.layers // self.stages
 
     @property
     def rank_parameters(self) -> float:
-        """Number of weights of a rank before they are sharded."""
+        """Number of weights of a rank before sharding."""
         return self.model.parameters / (self.tensor * self.stages)
 
     @cached_property
     def shape(self) -> AttentionShape:
-        """Core attention of one rank of a tensor-parallel group."""
+        """Shape of core attention on one rank of a tensor-parallel group."""
         model = self.model
         heads = model.query_heads // self.tensor
         keys = max(model.key_value_heads // self.tensor, 1)
@@ -153,7 +152,7 @@ class Setting:
         )
 
     def make_cost_model(self, window: int | None = None) -> CostModel:
-        """Return the cost model that the scheduler gets."""
+        """Make the cost model for the scheduler."""
         if self.profile is not None:
             return replace(self.profile, shape=self.shape, tile=TILE, window=window)
         hardware = self.hardware

@@ -1,4 +1,4 @@
-"""The strategies that are compared, by name."""
+"""The compared strategies, by name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Strategy:
     """A way to place documents and share attention.
 
     Attributes:
-        name, title: name in options, and in tables.
-        candidates: makes the ways to run the micro-batches of a step.
-        disaggregated: whether attention servers compute attention and homes keep its output, so
-            that full checkpointing repeats none.
+        name, title: name in options and in tables.
+        candidates: function that makes the ways to run the micro-batches of a step.
+        disaggregated: whether attention servers compute attention and home ranks keep its outputs,
+            so that full checkpointing repeats no attention.
     """
 
     name: str
@@ -43,8 +43,8 @@ def _place(
     setting: Setting,
     batches: Batches,
 ) -> list[Candidate]:
-    """Make the only candidate of documents that each lie on one rank; `assign` returns their
-    lengths and ranks.
+    """Make the only candidate for documents that each lie on one rank; `assign` returns lengths and
+    ranks of the documents.
     """
     return [
         Candidate(
@@ -72,8 +72,8 @@ def _make_context(
     setting: Setting,
     batches: Batches,
 ) -> list[Candidate]:
-    """Make candidates of rows with equally many tokens, each shared by as many ranks; documents are
-    cut at the end of a row.
+    """Make candidates of rows with equally many tokens, each shared by equally many ranks. The end
+    of a row cuts a document.
     """
     candidates = []
     for degree in context.list_degrees(setting.group):
@@ -95,8 +95,8 @@ def _make_context(
 
 
 def _make_wlb(setting: Setting, batches: Batches) -> list[Candidate]:
-    """Make candidates of rows with about equal seconds, as many tokens as memory allows, over all
-    micro-batches of a step.
+    """Make candidates of rows with about equal seconds and as many tokens as memory allows, over
+    all micro-batches of a step.
     """
     lengths = np.concatenate(batches)
     seconds = loader_rules.estimate_document_seconds(setting, lengths)
@@ -113,7 +113,7 @@ def _make_wlb(setting: Setting, batches: Batches) -> list[Candidate]:
             cap = max(room, setting.tokens_per_rank) * degree
             if int(lengths.max()) > cap:
                 continue
-            # Else rows that were not filled to this cap are as they would be under it.
+            # Rows that do not reach the cap are the same without it.
             if fullest > cap:
                 row = loader_rules.assign_longest_first(seconds, lengths, rows * count, cap)
                 fullest = float(np.bincount(row, weights=lengths).max())
@@ -150,10 +150,10 @@ OURS = tuple(strategy.name for strategy in STRATEGIES.values() if strategy.disag
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
-    """Find a strategy by name; return a strategy of the caller unchanged.
+    """Find a strategy by name; return a `Strategy` unchanged.
 
     Raises:
-        ConfigError: if there is none of this name.
+        ConfigError: if no strategy has this name.
     """
     if isinstance(strategy, Strategy):
         return strategy

@@ -1,10 +1,10 @@
-"""Seconds of a rank beside core attention, and `MicroBatchWork`: the work of every rank for a
+"""Seconds of a rank outside core attention, and `MicroBatchWork`: the work of every rank for a
 micro-batch under a strategy.
 
-A matrix product takes the longer of its arithmetic at the rate of large products and of its reads
+A matrix product takes the longer of its arithmetic, at the rate of large products, and of its reads
 and writes (the roofline model). Operations between products only read and write memory: per layer
 two norms, two residual additions, the rotary embedding and the gated activation. Backward takes
-twice as much of both.
+twice as long as forward.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from simulator.setting import Setting
 
 Directions = FloatArray  # seconds of each rank, forward and backward: shape (2, ranks)
 
-# Exchanges of all hidden states in each direction of a layer with tensor and sequence parallelism:
-# an all-gather in front of attention and of the feed-forward layer, a reduce-scatter behind each
+# Exchanges of all hidden states per direction of a layer with tensor and sequence parallelism: an
+# all-gather before attention and before the feed-forward layer, and a reduce-scatter after each
 # (arXiv 2205.05198, section 4.2.2).
 _TENSOR_EXCHANGES = 4
-_GRADIENT_BYTES = 4  # gradients that are kept whole are summed in float32
+_GRADIENT_BYTES = 4  # whole gradients are summed in float32
 # Adam with weights in float32: gradient, two moments and weights are read; moments and weights are
 # written, also in 16 bits.
 _UPDATE_BYTES = 30
@@ -44,9 +44,7 @@ def _time_products(
 
 
 def estimate_layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Return the seconds of the linear layers of one decoder layer for so many tokens of each rank,
-    shape (ranks,).
-    """
+    """Return a layer's seconds of linear layers for the tokens of each rank, shape (ranks,)."""
     model, tensor = setting.model, setting.tensor
     queries, keys, wide = (
         model.attention_width / tensor,
@@ -66,20 +64,20 @@ def estimate_layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
 
 
 def estimate_head_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Return forward and backward seconds of the output layer and the loss together on each rank,
-    shape (ranks,).
+    """Return the seconds of the output layer and the loss, forward and backward together, on each
+    rank, shape (ranks,).
     """
     model = setting.model
     outer = model.vocabulary / setting.tensor
-    # The loss reads the logits, and writes and reads them in float32 for the softmax and its
+    # The loss reads the logits, and also writes and reads them in float32 for the softmax and its
     # gradient.
     loss = tokens * outer * (setting.hardware.element_bytes + 8) / setting.hardware.memory_rate
     return np.asarray(3 * _time_products(setting, [(model.hidden, outer)], tokens) + loss)
 
 
 def estimate_tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
-    """Return the seconds in one direction of a layer for exchanges of hidden states in a
-    tensor-parallel group, not hidden by anything.
+    """Return the seconds of a layer's exchanges of hidden states in a tensor-parallel group, for
+    one direction. Nothing hides these exchanges.
     """
     hardware = setting.hardware
     rate = hardware.gather_rate if setting.tensor <= setting.ranks_per_node else hardware.link_rate
@@ -89,11 +87,12 @@ def estimate_tensor_seconds(setting: Setting, tokens: FloatArray) -> FloatArray:
     )
 
 
-def gather_rate(setting: Setting, ranks: int) -> float:
-    """Return the bytes per second that each rank gets in an all-gather, or gives in a
-    reduce-scatter, among neighbours of the group.
+def estimate_gather_rate(setting: Setting, ranks: int) -> float:
+    """Return the bytes per second that a rank receives in an all-gather, or sends in a
+    reduce-scatter, in its group.
 
-    Between nodes, a byte enters each node once: its ranks of the group share their links.
+    Between nodes, a byte enters each node once, because the ranks of the group in a node share
+    their links.
     """
     hardware = setting.hardware
     if ranks * setting.tensor <= setting.ranks_per_node:
@@ -103,16 +102,16 @@ def gather_rate(setting: Setting, ranks: int) -> float:
 
 
 def estimate_weight_exchange(setting: Setting, forward: float, backward: float) -> float:
-    """Return the seconds in which ranks wait for weights and gradients in a step, if a micro-batch
-    computes for so many seconds in each direction.
+    """Return the seconds that ranks wait for weights and gradients in a step, if a micro-batch
+    computes for `forward` and `backward` seconds.
     """
     group, count = setting.group, setting.micro_batches
-    once = setting.rank_parameters * (group - 1) / group / gather_rate(setting, group)
+    once = setting.rank_parameters * (group - 1) / group / estimate_gather_rate(setting, group)
     gather = once * setting.hardware.element_bytes
     reduce = once * _GRADIENT_BYTES
     if setting.sharding == "fsdp":
-        # Weights are gathered for both directions of each micro-batch and gradients reduced, a
-        # layer ahead of computing.
+        # Weights are gathered for both directions of each micro-batch and gradients are reduced,
+        # one layer ahead of compute.
         first = gather / setting.stage_layers
         exposed = max(gather - forward, first) + max(2 * gather - backward, first)
         return count * exposed
@@ -122,7 +121,7 @@ def estimate_weight_exchange(setting: Setting, forward: float, backward: float) 
 
 
 def estimate_optimizer_seconds(setting: Setting) -> float:
-    """Return the seconds of the update of a rank's weights."""
+    """Return the seconds of updating a rank's weights."""
     shards = 1 if setting.sharding == "ddp" else setting.group
     return setting.rank_parameters / shards * _UPDATE_BYTES / setting.hardware.memory_rate
 
@@ -131,19 +130,19 @@ def estimate_optimizer_seconds(setting: Setting) -> float:
 class MicroBatchWork:
     """Work of a micro-batch.
 
-    Seconds are those of all layers of the model together, or of one where a function says so.
+    Seconds are those of all layers of the model, or of one layer where a function says so.
 
     Attributes:
         tokens: tokens that the linear layers of each rank run on, shape (ranks,).
         attention: seconds of core attention.
-        exposed: seconds that each rank waits for messages of core attention.
-        wire: seconds that such messages take, hidden or not, both directions together, shape
+        exposed: seconds for which each rank waits for messages of core attention.
+        wire: seconds of all these messages, hidden or not, in both directions together, shape
             (ranks,).
         received: bytes that one layer's exchange holds on each rank, shape (ranks,).
-        pairs: query-key pairs computed, of one layer of each kind.
-        meeting: number of neighbours that wait for each other's messages in every layer; 1 for
-            ranks that wait for nobody, or whose neighbours take equally long.
-        kept: bytes of exchanges that stay until backward, in all layers and micro-batches in
+        pairs: computed query-key pairs, summed over one layer of each kind.
+        meeting: number of neighbours that wait for each other's messages in every layer; 1 if no
+            rank waits, or if neighbours take equally long.
+        kept: bytes of exchanges that stay until backward, for all layers and micro-batches in
             flight.
     """
 
@@ -159,12 +158,12 @@ class MicroBatchWork:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way in which a strategy can run a step; of several, the fastest that fits in memory counts.
+    """One way to run a step under a strategy. Of several, the fastest that fits in memory counts.
 
     Attributes:
         works: the work of each micro-batch, or, with `ticks`, of each tick of all stages' ranks.
-        degree: ranks that share a document or a row, if the strategy chooses that.
-        ticks: whether stages run the same phase, and idle ones serve.
+        degree: ranks that share a document or a row, if the strategy chooses this number.
+        ticks: whether all stages run the same phase while idle ones serve.
     """
 
     works: list[MicroBatchWork]
@@ -173,13 +172,13 @@ class Candidate:
 
 
 def sum_by_index(values: npt.NDArray[Any], index: IntArray, count: int) -> FloatArray:
-    """Sum values that have the same index, along the last axis, which then has `count` places."""
+    """Sum the values of each index along the last axis, which then has length `count`."""
     rows = [np.bincount(index, weights=row, minlength=count) for row in np.atleast_2d(values)]
     return np.reshape(rows, (*values.shape[:-1], count)).astype(np.float64)
 
 
 def divide_into_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> Directions:
-    """Return the seconds of tasks, shape (2, ranks), in so many calls of the kernel."""
+    """Return the seconds of tasks in `calls` kernel calls, shape (2, ranks)."""
     return np.stack(
         [
             add_call_overhead(cost.forward, seconds[0], calls),
@@ -188,22 +187,20 @@ def divide_into_calls(cost: CostModel, seconds: Directions, calls: int = 1) -> D
     )
 
 
-def copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
-    """Return the seconds of packing rows to send, or of unpacking received ones: each byte is read
-    and written.
-    """
+def estimate_copy_seconds(setting: Setting, bytes_: npt.ArrayLike) -> FloatArray:
+    """Return the seconds of packing rows to send or unpacking received ones."""
     return np.asarray(2 * np.asarray(bytes_) / setting.hardware.copy_rate)
 
 
 def compute_fixed_seconds(cost: CostModel, peers: int) -> float:
-    """Return the fixed seconds of an exchange with so many other ranks."""
+    """Return the fixed seconds of an exchange with `peers` other ranks."""
     return cost.exchange_seconds + cost.peer_seconds * peers if peers else 0.0
 
 
 def combine_layers(
     setting: Setting, of_layer: Callable[[CostModel], MicroBatchWork]
 ) -> MicroBatchWork:
-    """Combine the work of all layers of the model, from that of a layer of each kind; kinds differ
+    """Combine the work of all layers of the model from that of one layer of each kind. Kinds differ
     in their cost models.
     """
     kinds = [
@@ -240,9 +237,7 @@ def concatenate_groups(groups: Sequence[MicroBatchWork]) -> MicroBatchWork:
 
 
 def compute_document_work(setting: Setting, length: IntArray, rank: IntArray) -> MicroBatchWork:
-    """Compute the work of whole documents, each on one rank of the attention group, without
-    exchanges.
-    """
+    """Compute the work of whole documents, each on one rank, without exchanges."""
     ranks = setting.group
     nothing = np.zeros((2, ranks))
 
