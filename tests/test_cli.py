@@ -230,7 +230,7 @@ def test_nano_batches_share_no_document(tmp_path: Path) -> None:
     assert not halves[0] & halves[1]
 
 
-def test_options_of_dealing_keep_a_document_on_one_node(tmp_path: Path) -> None:
+def test_ranks_per_node_keeps_a_dealt_document_on_one_node(tmp_path: Path) -> None:
     options = "--tile 256 --query-heads 8 --key-value-heads 2 --head-dim 64 --window 512"
     deal(tmp_path, [6144, *[1024] * 10], *options.split(), "--ranks-per-node", 2)
     placed = enumerate(rows(tmp_path))

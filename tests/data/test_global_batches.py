@@ -207,7 +207,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
-def test_million_documents_are_batched_in_seconds(fill: str, seconds: float) -> None:
+def test_a_million_documents_are_batched_in_seconds(fill: str, seconds: float) -> None:
     lengths = np.minimum(
         np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17
     )

@@ -130,7 +130,7 @@ def test_metrics_report_the_bytes_sent_between_nodes(rank_pool: RankPools) -> No
         )
 
 
-def test_late_compiles_are_a_figure_only_if_there_were_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_compiles_are_reported_only_if_any_occurred(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
     before = hf_distca.metrics()
     ran = replace(before, balance=replace(before.balance, micro_batches=1))

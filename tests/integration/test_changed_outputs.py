@@ -55,7 +55,7 @@ def test_output_changed_in_place_without_gradients_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_output_changed_in_place_is_refused_here_or_by_autograd(reentrant: bool | None) -> None:
+def test_output_changed_in_place_is_refused_by_distca_or_autograd(reentrant: bool | None) -> None:
     with pytest.raises((hf_distca.UnsupportedError, RuntimeError), match=r"in ?place"):
         compute_gradients(reentrant, "in place")
 

@@ -196,7 +196,7 @@ def test_logs_report_the_imbalance_of_documents_in_order(rank_pool: RankPools) -
     assert float(before[1]) > 1.2
 
 
-def test_completion_mask_changes_losses_and_packed_rows_keep_them() -> None:
+def test_completion_masks_choose_targets_in_single_and_packed_rows() -> None:
     assert train_alone("targets of masks") != pytest.approx(train_alone("plain"), rel=1e-3)
     assert train_alone("packed rows") == pytest.approx(train_alone("targets of masks"), rel=1e-6)
 

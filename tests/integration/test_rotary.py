@@ -217,7 +217,7 @@ def test_rotary_is_exact_in_ping_pong(rank_pool: RankPools, kind: tuple[str, str
 @pytest.mark.parametrize(
     ("kind", "lone_rank"), [(("llama", "dynamic"), 0), (("gemma3_text", "dynamic"), 1)]
 )
-def test_long_evaluation_on_one_rank_leaves_frequencies_of_shares_alone(
+def test_long_evaluation_on_one_rank_keeps_the_frequencies_of_shares(
     rank_pool: RankPools, kind: tuple[str, str], lone_rank: int
 ) -> None:
     check(rank_pool(2), kind, tuple(range(len(BATCHES))), lone_rank=lone_rank)

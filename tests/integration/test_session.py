@@ -151,7 +151,7 @@ def test_evaluation_is_shared_with_balance_evaluation(rank_pool: RankPools) -> N
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_history_figures_count_measured_micro_batches_only() -> None:
+def test_history_figures_count_only_measured_micro_batches() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")

@@ -256,7 +256,7 @@ def test_child_processes_get_the_options_of_the_innermost_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ['{"attn_implementation": "distca", "newer": 1}', "[1]"])
-def test_options_of_another_version_are_an_error_everywhere(text: str, tmp_path: Path) -> None:
+def test_options_of_another_version_are_refused_by_every_process(text: str, tmp_path: Path) -> None:
     """The error names the options. No process trains without them."""
     (tmp_path / "train.py").write_text("print('this has started')")
     child_start = Path(hf_distca.__file__).parent / "tools" / "cli" / "child_start"
@@ -394,7 +394,7 @@ def write_executable(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_path_runs_the_file_and_name_runs_the_command_on_the_path(
+def test_path_runs_a_file_and_bare_name_runs_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a shell, a command's name never runs a file of the current folder."""

@@ -128,7 +128,7 @@ def test_documents_in_padded_rows_equal_each_document_alone(model_type: str) -> 
 @pytest.mark.parametrize(
     "lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3)
 )
-def test_documents_continue_in_the_next_row_if_their_lengths_do(
+def test_documents_continue_in_the_next_row_if_lengths_span_rows(
     model_type: str, lengths: tuple[int, ...]
 ) -> None:
     docs = documents(lengths)

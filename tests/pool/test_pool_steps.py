@@ -44,7 +44,7 @@ def work_alone(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["evaluation", "generate"])
-def test_servers_get_no_steps_of_work_on_rank_0_alone(
+def test_work_on_rank_0_alone_sends_no_steps_to_servers(
     launch: Callable[[int, int], Launch], what: str
 ) -> None:
     ours = launch(2, 1)(pooled, work_alone, what)

@@ -138,7 +138,7 @@ def test_nano_batches_have_equal_tokens_if_documents_allow(tokens: int) -> None:
         ([3] * 333 + [1], [601, 201, 198]),
     ],
 )
-def test_ranks_of_unequal_tokens_keep_them_over_both_nano_batches(
+def test_both_nano_batches_together_keep_unequal_tokens_of_ranks(
     lengths: list[int], tokens: list[int]
 ) -> None:
     first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
