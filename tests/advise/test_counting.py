@@ -49,8 +49,8 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
 def test_counted_weights_and_attention_layers_equal_known_numbers(
     kind: str, attending: int, billions: float, embedded: int, tmp_path: Path
 ) -> None:
-    """For mixtures of experts, the published weights are those that a token meets. They include an
-    embedding that is no output layer (`embedded`); the count does not.
+    """Published weights of mixtures of experts are those that a token uses. Some include the input
+    embedding (`embedded`), which the count leaves out.
     """
     found = count_model(write(tmp_path, kind))
     assert sum(count for *_, count in found.layers) == attending

@@ -397,7 +397,7 @@ def test_shares_are_planned_again_after_rates_change(others: Rows) -> None:
     planned, rates = train_on_shares(planner, dealing, 40, others=others)
     changed = [number for number in range(1, 40) if rates[number] != rates[number - 1]]
     assert 1 <= len(changed) <= 8
-    # The step before the change learned in its announcement, after its plan was made.
+    # The step before the first change learned the new rates after its plan was made.
     assert planned == list(range(changed[0], 40))
     speeds = rates[-1][1].speeds
     assert speeds is not None

@@ -137,7 +137,7 @@ def test_documents_longer_than_a_batch_are_reported_once_or_refused(
             " document. With tokens_per_rank 2.5 times as large, a global batch would have room"
             " for the longest document."
         ]
-        assert len(caplog.records) == 1 + (fill == "whole"), "and one about padding"
+        assert len(caplog.records) == 1 + (fill == "whole"), "whole documents are padded"
         caplog.clear()
         with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
             GlobalBatches(lengths, 100, 0, fill, longer="refuse")

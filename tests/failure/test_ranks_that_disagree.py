@@ -25,7 +25,7 @@ from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
 from tiny_runs import settings, tiny_llama
 
-# Short if a rank waits for the whole timeout, longer if the error must come earlier.
+# Timeouts of cases that wait for the whole timeout, and of cases whose error must come earlier.
 TIMEOUT = 4.0
 PATIENCE = 4.0
 # Seconds between the end of a wait and its report, on a busy machine.

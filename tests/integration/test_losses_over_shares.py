@@ -182,9 +182,7 @@ def divides_by_itself(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
 
 @make_trainer_class
 def of_no_targets(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """Compute a mean over tokens without targets, like distillation; ranks have as many tokens
-    each.
-    """
+    """Compute a mean over all tokens, like distillation; ranks have equally many tokens."""
     with torch.no_grad():
         assert trainer.accelerator.unwrap_model(model)(**inputs).loss is not None
     inputs.pop("labels")

@@ -26,8 +26,8 @@ from turns import in_turn
 
 TRAINED = 64  # positions that the models were trained with
 TOKENS = 64  # on a rank
-# The longest document of a global batch is longer than TRAINED, shorter, the longest of all, and as
-# long: frequencies grow, and are reset.
+# By batch, the longest document is longer than TRAINED, shorter, the longest of all, as long as
+# TRAINED, and longer again. So frequencies grow, and are reset.
 BATCHES = ((67, 33, 28), (40, 48, 37, 3), (100, 28), (64, 60, 4), (65, 63))
 
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}

@@ -191,7 +191,7 @@ def test_history_figures_count_only_measured_micro_batches() -> None:
     )
     whole = history.total.compute_figures()
     assert whole["distca/exchanged_mb_per_layer"] == 2.5
-    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "over micro-batches with nodes"
+    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "a mean over micro-batches with nodes"
     assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
     assert (before.micro_batches, history.total.micro_batches) == (
         1,

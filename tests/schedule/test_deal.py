@@ -180,7 +180,7 @@ def test_short_documents_stay_whole() -> None:
 
 
 def test_a_long_document_lies_on_few_ranks() -> None:
-    # The document has the attention of four ranks, but every rank with a part exchanges its keys.
+    # The document has as much work as four ranks, but every rank with a part exchanges its keys.
     layout = deal([65536, *[24576] * 100, *[512] * 3264], 64, 65536, CUDA)
     ranks = set(layout.rank[layout.document == 0].tolist())
     assert len(ranks) == 2
