@@ -110,8 +110,8 @@ class _Changed(TorchFunctionMode):
 
 
 class _EfficientBackward(TorchDispatchMode):
-    """Gives the shapes of the backward of memory-efficient attention, because torch 2.13 has them
-    for other arguments than the operation takes.
+    """Gives the shapes of memory-efficient attention's backward, because the shape function of torch
+    2.13 takes other arguments than the operation.
     """
 
     def __torch_dispatch__(

@@ -203,7 +203,7 @@ def test_dealt_documents_have_every_token_once(tmp_path: Path, cost: str) -> Non
     assert {(d, n) for rank in ranks for d, _, _, n in rank} >= {(0, 10000), (7, 384)}
 
 
-def test_plan_estimates_by_the_costs_of_deal_by_default(tmp_path: Path) -> None:
+def test_plan_uses_the_costs_of_deal_by_default(tmp_path: Path) -> None:
     dealt = deal(tmp_path, DEALT)
     planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json")
     assert dealt.stdout.splitlines()[0] == planned.stdout.splitlines()[0]

@@ -49,7 +49,7 @@ def read_metrics(rank: int, implementation: str, gather: bool) -> list[Metrics]:
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gather: bool) -> None:
+def test_reading_metrics_does_not_change_their_sums(rank_pool: RankPools, gather: bool) -> None:
     ours = rank_pool(2)(read_metrics, "distca", gather)
     for before, trained, again, more, reset in ours:
         assert before.figures() == {}

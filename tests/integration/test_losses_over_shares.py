@@ -360,8 +360,8 @@ def compare_outcome(found: Outcome, case: Case) -> str:
     if isinstance(found, str):
         return "refused"
     expected, every = train_alone(name, precision), 2 if precision == "bfloat16" else 1
-    # AdamW makes full steps of gradients that are only rounding, so in bfloat16 gradient norms
-    # differ after one step.
+    # AdamW makes full steps from gradients that are only rounding errors, so in bfloat16 gradient
+    # norms differ after one step.
     equal = found[::every] == pytest.approx(expected[::every], rel=TOLERANCE[precision])
     return "equal" if equal else f"DIFFERS: {found}, not {expected}"
 

@@ -145,7 +145,7 @@ def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     return current_session().meter.dispatches, together, alone
 
 
-def test_evaluation_is_shared_with_balance_evaluation(rank_pool: RankPools) -> None:
+def test_evaluation_is_shared_if_balance_evaluation_is_on(rank_pool: RankPools) -> None:
     for dispatches, together, alone in rank_pool(2)(evaluate_together):
         assert dispatches == 2  # one per layer, and none without balancing
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)

@@ -35,8 +35,7 @@ def wait_for_exit(ranks: list[ForkServerProcess]) -> list[int | None]:
 
 
 def ends_with_a_late_thread(rank: int, folder: Path) -> None:
-    """End while a thread is still running, as gloo's may be: it has to release the tensors of the
-    last collective.
+    """End while a thread still runs, like one of gloo that releases the last collective's tensors.
 
     The interpreter does not wait for the thread. A thread of gloo that runs while the interpreter
     ends aborts the process.

@@ -370,7 +370,7 @@ RUNS = [lambda model: packed(model, documents(LENGTHS)), lambda model: run_piece
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("model_type", PACKAGES)
 def test_kernels_of_packages_get_the_starts_of_documents(model_type: str, pieces: bool) -> None:
-    """In pieces, the first document has three, with other documents between them."""
+    """With `pieces`, the first document has three pieces, with other documents between them."""
     module, *told = PACKAGES[model_type]
     with fake_package(module) as package:
         got = RUNS[pieces](get_model(model_type))

@@ -20,7 +20,7 @@ FIRST_ORDINARY_TOKEN = 32
 
 
 class NoVision(PreTrainedModel):
-    """Stands for the vision tower of Gemma 3n, which needs another package and is unused for text."""
+    """Stands for the vision tower of Gemma 3n, which needs another package and is not used here."""
 
     config_class = Gemma3nVisionConfig
 

@@ -85,7 +85,7 @@ def alternate_sessions(rank: int) -> list[float]:
     return losses
 
 
-def test_alternating_sessions_have_the_losses_without_servers(
+def test_alternating_sessions_have_the_same_losses_with_servers(
     launch: Callable[[int, int], Launch],
 ) -> None:
     started = launch(2, 1)
