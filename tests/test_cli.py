@@ -153,7 +153,7 @@ def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 
 
 def test_closed_standard_output_is_no_error(tmp_path: Path) -> None:
-    """`hf-distca plan FILE | head -1` closes it before the end."""
+    """`hf-distca plan FILE | head -1` closes the output before the end."""
     file = write(tmp_path / "placement.json", {"lengths": [[16384], [2048] * 8]})
     read, written = os.pipe()
     os.close(read)

@@ -107,7 +107,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_any_public_name_can_be_used_first(name: str) -> None:
-    """Registering imports modules that may have started the import of transformers."""
+    """Registering imports modules, one of which may have started the import of transformers."""
     seen = run(
         f"import hf_distca\nhf_distca.{name}\nfrom transformers import AttentionInterface\n"
         "seen['registered'] = 'distca' in AttentionInterface._global_mapping"

@@ -105,7 +105,7 @@ def script(tmp_path: Path) -> Path:
 def test_option_sets_the_attention_of_an_unmodified_script(
     ours: str, given: str, attention: str, said: str, script: Path, tmp_path: Path
 ) -> None:
-    """A default leaves an attention that the script names, and prints which option balances it."""
+    """A default keeps the attention that a script names, and prints the option that balances it."""
     options = ["--attn_implementation", given] if given else []
     options += ["--output", str(tmp_path)]
     run = [*words_of("python -m hf_distca.tools.run"), *ours.split()]
@@ -167,7 +167,7 @@ def test_child_interpreters_of_a_command_train_under_distca(script: Path, tmp_pa
 
 
 def test_command_line_overrides_the_settings_file(script: Path, tmp_path: Path) -> None:
-    """Two ranks that accelerate started each read the file."""
+    """accelerate starts two ranks, and each reads the file."""
     command = words_of(
         "hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate"
         " launch train.py"

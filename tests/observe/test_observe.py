@@ -177,7 +177,6 @@ def watch_lagging(rank: int) -> str:
 
 
 def test_ranks_whose_devices_lag_lose_no_micro_batches(rank_pool: RankPools) -> None:
-    """Devices lag behind their hosts by different numbers of micro-batches."""
     said, nothing = rank_pool(2)(watch_lagging)
     assert nothing == ""
     assert "watched 60 micro-batches on 2 ranks" in said
