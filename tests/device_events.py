@@ -10,9 +10,7 @@ import torch
 
 
 class Device:
-    """A host records events, and each kernel takes a time. The device works only in `finish`, or
-    when the host waits for an event.
-    """
+    """A device that works only in `finish`, or when the host waits for an event."""
 
     def __init__(self) -> None:
         self.launched = 0.0  # seconds of work that the host has launched

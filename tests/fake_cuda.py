@@ -110,8 +110,8 @@ class _Changed(TorchFunctionMode):
 
 
 class _EfficientBackward(TorchDispatchMode):
-    """Gives the shapes of the backward of memory-efficient attention, because torch 2.13 has them
-    for other arguments than the operation takes.
+    """Gives the shapes of memory-efficient attention's backward, because torch 2.13 has a shape
+    function for other arguments than the operation takes.
     """
 
     def __torch_dispatch__(

@@ -5,7 +5,7 @@ Each stream has a clock of its own work and of the work on other streams that it
 stream learns of other work where it waits. Two accesses to the same memory, one of them a write,
 race if the stream of the later access does not know of the earlier one. Memory without an owner
 returns to the stream that allocated it, whose next work may write there. torch's allocator does the
-same, and looks at no other stream. So that stream must then know of all work that used the memory.
+same, and looks at no other stream. So the stream must then know of all work that used the memory.
 
 Not modelled: the duration of work, the inside of NCCL, and operations that use other streams by
 themselves.
@@ -186,7 +186,7 @@ class Link:
         send_bytes: Mapping[int, int],
         purpose: str,
     ) -> Flight:
-        """Start an exchange, as `Channel.start`. Check that the sizes match the messages and keep
+        """Start an exchange, like `Channel.start`. Check that the sizes match the messages and keep
         alignment.
         """
         for message, sizes in ((received, receive_bytes), (sent, send_bytes)):

@@ -43,7 +43,7 @@ READS = frozenset(
         "_pad_packed_sequence",
     }
 )
-# These take masks as well as positions, and count the elements that a mask selects.
+# Operations that take masks as well as positions, and count the elements that a mask selects.
 INDEXING = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 )

@@ -30,7 +30,7 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_no_other_file_has_a_private_name_of_other_packages() -> None:
+def test_private_names_of_other_packages_are_only_in_borrowed() -> None:
     texts = {path.relative_to(SOURCE): path.read_text(encoding="utf-8") for path in OTHERS}
     for path, text in texts.items():
         assert "SLF001" not in text, f"{path} asks ruff to overlook a private member"

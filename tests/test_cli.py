@@ -153,7 +153,7 @@ def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 
 
 def test_closed_standard_output_is_no_error(tmp_path: Path) -> None:
-    """`hf-distca plan FILE | head -1` closes it before the end."""
+    """`hf-distca plan FILE | head -1` closes the output before the end."""
     file = write(tmp_path / "placement.json", {"lengths": [[16384], [2048] * 8]})
     read, written = os.pipe()
     os.close(read)
@@ -203,7 +203,7 @@ def test_dealt_documents_have_every_token_once(tmp_path: Path, cost: str) -> Non
     assert {(d, n) for rank in ranks for d, _, _, n in rank} >= {(0, 10000), (7, 384)}
 
 
-def test_plan_estimates_by_the_costs_of_deal_by_default(tmp_path: Path) -> None:
+def test_plan_uses_the_costs_of_deal_by_default(tmp_path: Path) -> None:
     dealt = deal(tmp_path, DEALT)
     planned = run("plan", tmp_path / "placement.json", "--output", tmp_path / "plan.json")
     assert dealt.stdout.splitlines()[0] == planned.stdout.splitlines()[0]
@@ -230,7 +230,7 @@ def test_nano_batches_share_no_document(tmp_path: Path) -> None:
     assert not halves[0] & halves[1]
 
 
-def test_options_of_dealing_keep_a_document_on_one_node(tmp_path: Path) -> None:
+def test_ranks_per_node_keeps_a_dealt_document_on_one_node(tmp_path: Path) -> None:
     options = "--tile 256 --query-heads 8 --key-value-heads 2 --head-dim 64 --window 512"
     deal(tmp_path, [6144, *[1024] * 10], *options.split(), "--ranks-per-node", 2)
     placed = enumerate(rows(tmp_path))

@@ -93,7 +93,7 @@ def test_lengths_come_from_a_column_of_a_table_or_standard_input(tmp_path: Path)
 
 def test_model_is_counted_from_its_config(tmp_path: Path) -> None:
     """A hybrid model takes less time than a model of the same sizes with attention in every layer.
-    Its config has a number that JSON lacks.
+    The hybrid model's config has a number that JSON lacks.
     """
     transformers = pytest.importorskip("transformers")
     sizes = {

@@ -21,19 +21,19 @@ from pages import PAGES, ROOT, commands, on_a_page, printed, words_of
 from test_example import LAUNCH, run_program
 from turns import in_turn
 
-# These need rights that not every machine grants.
+# Commands that need rights that not every machine grants.
 NODES = "python benchmarks/network/networks.py"
 PARTS_OF_CORES = "python benchmarks/steps/pipeline.py --stages 4 --core-share 0.45 --tokens 16384"
 IN_STAGES = (
     "python benchmarks/network/overlap.py --stages --tokens 4096 --rounds 3 --latencies 0 20 80"
 )
-# This one starts in a new interpreter, as users start it, because it imports little.
+# A command that imports little, so it starts in a new interpreter, like for users.
 AS_USERS_DO = "python benchmarks/schedule/one_factor.py"
 PICTURE = "python benchmarks/gpu/balance_picture.py benchmarks/results --output balance.png"
 # Options that make a command of the pages small enough for a test, without --json out.json. ALWAYS
 # has the commands of every run.
 ALWAYS = {AS_USERS_DO: "", PICTURE: ""}
-# These take seconds. A run takes some of them.
+# Commands that take seconds. A test run takes some of them.
 IN_TURN = {
     "python benchmarks/host/host_time.py": (
         f"--ranks 8 --tokens 4096 --repeats 1 --documents 2 --before {ROOT}"
@@ -66,7 +66,7 @@ IN_TURN = {
         "--tokens 512 --heads 2 --rounds 1"
     ),
 }
-# These take long even with small sizes.
+# Commands that take long even with small sizes.
 LONG = {
     "python benchmarks/steps/step_time.py": (
         "--tokens 512 --layers 1 --heads 2 --rounds 1 --sdpa-rounds 0"

@@ -85,7 +85,7 @@ def test_arm_that_differs_or_dies_has_a_row_with_the_reason(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_second_call_of_a_dry_run_completes_the_first_one(tmp_path: Path) -> None:
+def test_second_dry_run_completes_the_files_of_the_first(tmp_path: Path) -> None:
     assert "benchmarks/eight_gpus/run.sh --dry-run\n" in README
     command = [FOLDER / "run.sh", "--dry-run", "--out", str(tmp_path)]
     subprocess.run([*command, "--seconds", "0"], check=True)

@@ -31,7 +31,7 @@ def test_sources_have_no_import_circles_and_no_complex_functions(tmp_path: Path)
     assert house["total"]["complexity"] <= MOST_COMPLEX, house["largest"]["all"]["complexity"]
 
 
-def test_figures_of_a_small_house_equal_hand_counts(tmp_path: Path) -> None:
+def test_figures_of_a_small_package_equal_hand_counts(tmp_path: Path) -> None:
     """Imports in a function make a circle; imports for types only do not."""
     sources = {
         "errors.py": '"""Errors."""\n\nclass Wrong(Exception):\n    """An error."""\n',

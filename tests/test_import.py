@@ -15,8 +15,8 @@ import pytest
 import hf_distca
 
 TESTS = Path(__file__).parent
-# Packages that are slow or print messages, or whose import looks like the use of a device, as
-# bitsandbytes does to accelerate's notebook_launcher.
+# Packages that are slow or print messages, or whose import seems to use a device: accelerate's
+# notebook_launcher takes an imported bitsandbytes for that.
 HEAVY = ("torch", "transformers", "accelerate", "numpy", "peft", "bitsandbytes")
 
 
@@ -64,7 +64,7 @@ def test_call_after_import_waits_for_the_end_of_the_import(
 
 
 def test_fork_ends_without_the_exit_calls_of_its_parent() -> None:
-    """Forks, and forks of forks, that end as interpreters do run only their own exit calls."""
+    """Forks, and forks of forks, end like interpreters, and run only their own exit calls."""
     code = (
         "import os\n"
         "from hf_distca.import_hooks import call_at_exit\n"
@@ -81,9 +81,7 @@ def test_fork_ends_without_the_exit_calls_of_its_parent() -> None:
 
 @pytest.mark.slow
 def test_hybrid_model_imported_first_separates_documents() -> None:
-    """Its module imports the modules that all models share, and is only partly imported when they
-    load.
-    """
+    """The modules that all models share load while the module of the model is partly imported."""
     seen = run(
         f"sys.path[:0] = {[str(TESTS), str(TESTS / 'models')]}\n"
         "import hf_distca\n"
@@ -109,7 +107,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_any_public_name_can_be_used_first(name: str) -> None:
-    """Registering imports modules that may have started the import of transformers."""
+    """Registering imports modules, one of which may have started the import of transformers."""
     seen = run(
         f"import hf_distca\nhf_distca.{name}\nfrom transformers import AttentionInterface\n"
         "seen['registered'] = 'distca' in AttentionInterface._global_mapping"

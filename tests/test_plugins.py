@@ -113,8 +113,8 @@ def train_dealt(rank: int, ranks: int, folder: str) -> tuple[list[float], hf_dis
 
 @pytest.mark.slow
 def test_axolotl_plugin_deals_documents_as_the_configuration_sets(tmp_path: Path) -> None:
-    """Two ranks, with a document longer than a rank, give the losses of one. Training lasts for its
-    epochs, not for the steps that axolotl counted.
+    """Two ranks that share a long document give the losses of one. Training lasts for its epochs,
+    not for the steps that axolotl counted.
     """
     results = []
     for ranks in (1, 2):

@@ -33,7 +33,7 @@ def test_simulator_predicts_every_way(tmp_path: Path) -> None:
     assert "\npretrain" in scripts.run([*LARGE, *few], tmp_path)
 
 
-def test_longest_option_prints_the_table_of_the_page(tmp_path: Path) -> None:
+def test_option_longest_prints_the_table_of_the_page(tmp_path: Path) -> None:
     printed = scripts.run(LONGEST, tmp_path)
     page = (ROOT / "benchmarks" / "simulated" / "README.md").read_text()
     table = page.split("```text\n")[1].split("```")[0]

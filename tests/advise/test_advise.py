@@ -40,7 +40,7 @@ def estimate(run: Run, lengths: list[int]) -> dict[str, Way]:
 LONG = [32768, *[1024] * 32]
 
 
-def test_ways_of_one_long_document_take_the_expected_seconds() -> None:
+def test_estimates_of_each_way_equal_the_expected_seconds() -> None:
     """Expected seconds are computed by hand, and for hf-distca by the scheduler."""
     run = make_run()
     ways = estimate(run, LONG)
@@ -94,7 +94,7 @@ def test_checkpointing_repeats_attention_except_under_hf_distca() -> None:
     assert twice["as it is"].seconds > once["as it is"].seconds + 1.02 * products
 
 
-def test_ranks_beyond_the_largest_group_share_in_several_groups() -> None:
+def test_ranks_that_exceed_the_largest_group_form_several_groups() -> None:
     """The busiest of two groups counts. Each group deals only its own documents."""
     one = estimate(make_run(512, 1024), [2048, *[1024] * 510])
     two = estimate(make_run(1024, 1024), [*[1024] * 512, 2048, *[1024] * 510])
@@ -111,7 +111,7 @@ def test_layers_with_a_window_take_fewer_seconds() -> None:
             assert way.seconds < estimate(run, LONG)[title].seconds
 
 
-def test_advice_for_long_documents_is_dealing() -> None:
+def test_advice_for_long_documents_is_to_deal() -> None:
     run = make_run(32, checkpointing=True)
     lengths = next(find_distribution("prolong", 65536).draw_batches(32 * 8192, 1)).tolist()
     found = advise(run, list(estimate(run, lengths).values()))
@@ -125,7 +125,7 @@ def test_advice_for_long_documents_is_dealing() -> None:
     )
 
 
-def test_advice_for_equal_documents_is_no_change() -> None:
+def test_advice_for_equal_documents_is_to_change_nothing() -> None:
     run = make_run()
     found = advise(run, list(estimate(run, [1024] * 64).values()))
     assert not found.worthwhile
@@ -170,13 +170,13 @@ def test_drawn_batches_have_exact_tokens_and_repeat_with_the_seed(text: str) -> 
     assert min(itertools.chain(*first)) >= 1
 
 
-def test_long_documents_of_a_distribution_hold_their_share_of_tokens() -> None:
+def test_drawn_batches_have_the_known_share_of_long_documents() -> None:
     for name, share, boundary in (("pretrain", 0.5, 8192), ("prolong", 0.6, 16384)):
         lengths = next(find_distribution(name, 65536).draw_batches(50_000_000, 1))
         assert lengths[lengths > boundary].sum() / lengths.sum() == pytest.approx(share, abs=0.08)
 
 
-def test_lengths_of_a_list_are_drawn_in_equal_shares() -> None:
+def test_lengths_of_a_list_are_drawn_equally_often() -> None:
     batch = next(from_list([3, 5], "two").draw_batches(80, 1))
     assert np.bincount(batch[:20])[[3, 5]].tolist() == [10, 10]
     assert max(next(from_list([3, 500], "two", 10).draw_batches(80, 1))) == 10

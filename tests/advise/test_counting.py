@@ -46,11 +46,11 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
         ("gpt2", 12, 0.124, 0),
     ],
 )
-def test_counted_weights_and_attention_layers_are_those_of_the_model(
+def test_counted_weights_and_attention_layers_equal_known_numbers(
     kind: str, attending: int, billions: float, embedded: int, tmp_path: Path
 ) -> None:
-    """For mixtures of experts, the published weights are those that a token meets. They include an
-    embedding that is no output layer (`embedded`); the count does not.
+    """Published weights of mixtures of experts are those that a token uses. Some include the input
+    embedding (`embedded`), which the count leaves out.
     """
     found = count_model(write(tmp_path, kind))
     assert sum(count for *_, count in found.layers) == attending
@@ -59,7 +59,7 @@ def test_counted_weights_and_attention_layers_are_those_of_the_model(
     assert (found.met_weights + embedding) / 1e9 == pytest.approx(billions, rel=0.03)
 
 
-def test_counts_of_a_dense_model_equal_its_known_ones(tmp_path: Path) -> None:
+def test_counts_of_a_dense_model_equal_its_entry_in_known_models(tmp_path: Path) -> None:
     counted, known = count_model(write(tmp_path, "llama", **LLAMA)), KNOWN_MODELS["llama-3-8b"]
     assert counted.layers == known.layers
     assert counted.met_weights == pytest.approx(known.met_weights, rel=1e-3)

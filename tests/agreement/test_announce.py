@@ -69,7 +69,7 @@ def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]
     assert sizes == {HEADER_SIZE + FIGURE_COUNT + 5}
 
 
-def test_documents_over_ranks_are_read_with_numbers_and_starts() -> None:
+def test_documents_over_ranks_are_read_with_their_ids_and_starts() -> None:
     parts = [PackedDocuments((10, 4), (0, 0), (7, 8)), PackedDocuments((6, 5), (10, 4), (7, 8))]
     rows = [
         announce(TokenBatch(1, sum(one.lengths), packed=one).read_documents()).to_row()
@@ -83,7 +83,7 @@ def test_documents_over_ranks_are_read_with_numbers_and_starts() -> None:
 
 
 @given(LENGTHS)
-def test_second_nano_batch_has_context_of_the_cut_document(ranks: list[list[int]]) -> None:
+def test_second_nano_batch_has_the_cut_document_as_context(ranks: list[list[int]]) -> None:
     ranks = [lengths or [1] for lengths in ranks]
     second = [choose_cut(1, sum(lengths), pack(lengths), 1)[2][1] for lengths in ranks]
     (stated,) = Announcements.from_rows(
@@ -146,7 +146,7 @@ def test_hash_of_settings_covers_config_costs_and_dtypes() -> None:
     assert all(0 <= one < 2**63 for one in others)
 
 
-def test_one_rank_with_many_documents_makes_no_other_row_longer() -> None:
+def test_many_documents_on_one_rank_lengthen_only_its_own_row() -> None:
     many, few = announce(pack([1] * 1024)).to_row(), announce(pack([1024])).to_row()
     assert (len(many), len(few)) == (HEADER_SIZE + 10 + 1024, HEADER_SIZE + 10 + 1)
     (stated,) = Announcements.from_rows([many, few]).read_documents()

@@ -116,8 +116,8 @@ def test_documents_with_context_are_not_whole() -> None:
     assert not second.has_whole_documents
 
 
-def test_document_that_appears_twice_is_refused_on_one_rank() -> None:
-    """Both runs begin at position 0, and still the layout checks them."""
+def test_a_document_given_twice_is_refused_even_on_one_rank() -> None:
+    """The layout checks runs even if both begin at position 0."""
     packed, module = PackedDocuments((3, 4), (0, 0), (7, 7)), torch.nn.Linear(1, 1).train()
     states = (torch.randn(1, heads, 7, 8) for heads in (2, 1, 1))
     hf_distca.configure()

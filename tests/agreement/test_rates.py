@@ -215,7 +215,7 @@ def test_exchanges_resume_when_they_pay_again() -> None:
     "waits", [True, False], ids=["waiting for each other", "waiting elsewhere"]
 )
 @pytest.mark.parametrize("exchange", [3.0, 10.0, 40.0])
-def test_no_network_makes_attention_slower_than_moving_nothing(
+def test_attention_on_a_slow_network_is_no_slower_than_moving_nothing(
     waits: bool, exchange: float
 ) -> None:
     world = World(TRUE, exchange=exchange, waits=waits)
@@ -224,7 +224,7 @@ def test_no_network_makes_attention_slower_than_moving_nothing(
 
 
 @pytest.mark.parametrize("mib", [4, 64])
-def test_transient_bound_costs_no_more_than_moving_nothing(mib: int) -> None:
+def test_plans_with_a_transient_bound_are_no_slower_than_moving_nothing(mib: int) -> None:
     world = World(TRUE, max_transient_bytes=mib * 2**20)
     world.train(48)
     assert np.mean(world.slowdown[16:]) <= 1.002
@@ -397,7 +397,7 @@ def test_shares_are_planned_again_after_rates_change(others: Rows) -> None:
     planned, rates = train_on_shares(planner, dealing, 40, others=others)
     changed = [number for number in range(1, 40) if rates[number] != rates[number - 1]]
     assert 1 <= len(changed) <= 8
-    # The step before the change learned in its announcement, after its plan was made.
+    # The step before the first change learned the new rates after its plan was made.
     assert planned == list(range(changed[0], 40))
     speeds = rates[-1][1].speeds
     assert speeds is not None

@@ -137,7 +137,7 @@ def test_documents_longer_than_a_batch_are_reported_once_or_refused(
             " document. With tokens_per_rank 2.5 times as large, a global batch would have room"
             " for the longest document."
         ]
-        assert len(caplog.records) == 1 + (fill == "whole"), "and one about padding"
+        assert len(caplog.records) == 1 + (fill == "whole"), "whole documents are padded"
         caplog.clear()
         with pytest.raises(LayoutError, match=r"2 of 5 documents are longer .* document 1 has 250"):
             GlobalBatches(lengths, 100, 0, fill, longer="refuse")
@@ -207,7 +207,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("fill", "seconds"), [("cut", 3.0), ("whole", 20.0)])
-def test_million_documents_are_batched_in_seconds(fill: str, seconds: float) -> None:
+def test_a_million_documents_are_batched_in_seconds(fill: str, seconds: float) -> None:
     lengths = np.minimum(
         np.random.default_rng(0).lognormal(6, 1.3, 1_000_000).astype(int) + 1, 2**17
     )

@@ -62,7 +62,7 @@ def test_lengths_of_fixed_size_lists_and_missing_rows_are_read() -> None:
     ).tolist() == [1, 0, 2]
 
 
-def test_given_lengths_are_used() -> None:
+def test_lengths_may_be_given_as_a_column_or_an_array() -> None:
     documents = make_data(n=LENGTHS)
     assert read_document_lengths(documents.select([3, 2]), lengths="n").tolist() == [4, 1]
     assert read_document_lengths(documents, "text", lengths=np.array(LENGTHS)).tolist() == LENGTHS

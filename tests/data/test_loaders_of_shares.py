@@ -62,7 +62,7 @@ def test_every_rank_gets_its_own_shares_in_every_epoch(rank: int, workers: int) 
 @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_with_a_pickled_data_set_get_the_epoch(method: str) -> None:
     if method not in multiprocessing.get_all_start_methods():
-        pytest.skip("not on this system")
+        pytest.skip(f"this system has no start method {method}")
     loader = load_rank(
         1,
         make_lazy_dataset(make_shares()),

@@ -207,7 +207,7 @@ def test_columns_that_are_no_model_inputs_are_ignored(
         deal(made([{**row, "pixel_values": [[1.0]]}]), 2, 10, inputs=inputs)[0]
 
 
-def test_model_inputs_in_later_rows_only_are_refused() -> None:
+def test_model_inputs_that_begin_in_a_later_row_are_refused() -> None:
     """A data set may mix texts and images."""
     rows = [
         {"input_ids": [1] * 20, "pixel_values": None},

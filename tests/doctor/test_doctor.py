@@ -53,7 +53,7 @@ def list_bad(findings: Sequence[Finding]) -> list[Finding]:
         ("opt", {"layerdrop": 0.2, "attention_dropout": 0.0}, "on", "bad", "Set layerdrop=0.0"),
     ],
 )
-def test_finding_on_a_model_family_has_its_state_and_advice(
+def test_findings_about_model_families_have_the_right_state_and_advice(
     kind: str, changes: dict[str, float], value: str, state: State, todo: str | None
 ) -> None:
     found = list(check_model_family(AutoConfig.for_model(kind, **changes)))

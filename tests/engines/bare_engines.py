@@ -83,7 +83,7 @@ def make_batch(rank: int, case: Case, step: int, micro: int) -> dict[str, Any]:
 
 
 def synchronize_last(model: Any, last: bool) -> Any:
-    """Reduce gradients only at the last micro-batch if the engine can wait so long."""
+    """Reduce gradients only at the last micro-batch if the engine can wait until then."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
     return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()

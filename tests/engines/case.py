@@ -164,9 +164,7 @@ def _check_dtypes(case: Case, module: nn.Module, _: object, output: torch.Tensor
 
 
 def describe_dtensors(model: nn.Module) -> str:
-    """Describe placements and mesh of the parameters. If any but adapters are not sharded, it is
-    another engine.
-    """
+    """Describe placements and mesh of the parameters; all except adapters must be sharded."""
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     adapters = [name for name in plain if "lora_" in name]
     if len(plain) > len(adapters):

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
-# Kernels use these operations, too. Their outputs must not get mixed up with those of the rest of
-# the layer that a policy saves.
+# Kernels use these operations, too. A policy saves outputs of the rest of the layer, which must not
+# get mixed up with outputs of kernels.
 ARITHMETIC = MATMULS | {
     aten.mul.Tensor,
     aten.add.Tensor,

@@ -58,8 +58,8 @@ class Outcome:
 
     Attributes:
         loss: the largest relative difference.
-        weights: the largest difference in float32, the root mean square in bfloat16, in which the
-            largest belongs to a weight that Adam moves by the sign of a gradient near 0.
+        weights: the largest difference in float32; the root mean square in bfloat16, because Adam
+            moves some weights by the sign of a gradient near 0.
     """
 
     case: Case

@@ -1,7 +1,3 @@
-"""On meshes of four ranks, the attention group holds the ranks with different tokens and the same
-heads.
-"""
-
 from __future__ import annotations
 
 import tempfile

@@ -49,9 +49,7 @@ def run_trainer(
     make: Callable[[str, Path], PreTrainedModel] | None = None,
     **options: Any,
 ) -> Run:
-    """Train on the same documents with a Trainer. `evidence` checks and names the engine that it
-    prepared.
-    """
+    """Train on the same documents with a Trainer. `evidence` checks and names its engine."""
     kwargs = CHECKPOINTING[case.checkpointing]
     with tempfile.TemporaryDirectory() as folder:
         model = (

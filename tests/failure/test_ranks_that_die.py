@@ -22,7 +22,7 @@ from tiny_runs import settings, tiny_llama
 
 TIMEOUT = 20.0
 WORLD = 3
-# A process that runs longer hangs.
+# Seconds after which a process counts as stuck.
 LIMIT = 120.0
 
 

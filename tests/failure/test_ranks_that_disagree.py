@@ -25,7 +25,7 @@ from hf_distca.kernels.cpu import CpuKernel
 from ranks import RankPool
 from tiny_runs import settings, tiny_llama
 
-# Short if a rank waits for the whole timeout, longer if the error must come earlier.
+# Timeouts of cases that wait for the whole timeout, and of cases whose error must come earlier.
 TIMEOUT = 4.0
 PATIENCE = 4.0
 # Seconds between the end of a wait and its report, on a busy machine.
@@ -105,7 +105,7 @@ def skip_a_forward(rank: int) -> Found:
     return run_until_error(lambda: step(model, rank)) if rank == 0 else ("", "", 0.0)
 
 
-def test_skipped_forward_ends_the_waiting_rank_in_an_error(waiting: Waiting) -> None:
+def test_skipped_forward_raises_an_error_on_the_waiting_rank(waiting: Waiting) -> None:
     waited, _ = waiting(skip_a_forward)
     check_desync(
         waited,
@@ -129,7 +129,7 @@ def train_fewer_layers(rank: int, ping_pong: bool, fewer: int) -> Found:
         *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (1, False))),
     ],
 )
-def test_fewer_layers_on_one_rank_end_both_in_an_error(
+def test_fewer_layers_on_one_rank_raise_an_error_on_both(
     waiting: Waiting, ping_pong: bool, fewer: int
 ) -> None:
     results = waiting(train_fewer_layers, ping_pong, fewer)
@@ -152,7 +152,7 @@ def skip_a_backward(rank: int) -> Found:
     return run_until_error(lambda: step(model, rank))
 
 
-def test_skipped_backward_ends_both_ranks_in_an_error(waiting: Waiting) -> None:
+def test_skipped_backward_raises_an_error_on_both_ranks(waiting: Waiting) -> None:
     results = waiting(skip_a_backward)
     check_desync(
         results[0],
@@ -235,7 +235,7 @@ def differ(rank: int, what: str) -> Found:
         ),
     ],
 )
-def test_difference_between_ranks_is_an_error_while_planning(
+def test_difference_between_ranks_raises_an_error_while_planning(
     rank_pool: Callable[[int], RankPool], what: str, text: str
 ) -> None:
     for found in rank_pool(2)(differ, what):
@@ -250,7 +250,7 @@ def sleep(rank: int) -> Found:
     return run_until_error(lambda: step(model, rank))
 
 
-def test_sleep_past_the_timeout_ends_both_ranks_in_an_error(waiting: Waiting) -> None:
+def test_sleep_past_the_timeout_raises_an_error_on_both_ranks(waiting: Waiting) -> None:
     awake, asleep = waiting(sleep)
     check_desync(awake, "rank 0 waited", "of layer 1 of micro-batch 1", "rank 1 is silent")
     check_desync(
@@ -299,7 +299,7 @@ def evaluate(rank: int) -> list[Found]:
     return [alone, run_until_error(lambda: step(model, rank))]
 
 
-def test_training_rank_ends_in_an_error_while_another_evaluates(waiting: Waiting) -> None:
+def test_training_rank_raises_an_error_while_another_evaluates(waiting: Waiting) -> None:
     (trains,), (alone, late) = waiting(evaluate)
     check_desync(trains, "while planning micro-batch 1", "rank 1 is silent")
     assert alone[0] == "", "evaluation needs no other rank"
@@ -317,7 +317,7 @@ def give_bad_positions(rank: int, ping_pong: bool) -> Found:
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_bad_batch_on_one_rank_ends_both_in_an_error(
+def test_bad_batch_on_one_rank_raises_an_error_on_both(
     rank_pool: Callable[[int], RankPool], ping_pong: bool
 ) -> None:
     waits, bad = rank_pool(2)(give_bad_positions, ping_pong)
@@ -337,7 +337,7 @@ def make_no_group(rank: int) -> Found:
     return run_until_error(current_session().join_group) if rank == 0 else ("", "", 0.0)
 
 
-def test_missing_rank_ends_the_making_of_the_group_in_an_error(waiting: Waiting) -> None:
+def test_missing_rank_raises_an_error_while_the_group_is_made(waiting: Waiting) -> None:
     error = f"rank 0 waited up to {TIMEOUT:g} s for ranks (0, 1) while making their attention group"
     check_desync(waiting(make_no_group)[0], error)
 

@@ -49,7 +49,7 @@ def read_metrics(rank: int, implementation: str, gather: bool) -> list[Metrics]:
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_metrics_are_sums_that_reading_does_not_change(rank_pool: RankPools, gather: bool) -> None:
+def test_reading_metrics_does_not_change_their_sums(rank_pool: RankPools, gather: bool) -> None:
     ours = rank_pool(2)(read_metrics, "distca", gather)
     for before, trained, again, more, reset in ours:
         assert before.figures() == {}
@@ -130,7 +130,7 @@ def test_metrics_report_the_bytes_sent_between_nodes(rank_pool: RankPools) -> No
         )
 
 
-def test_late_compiles_are_a_figure_only_if_there_were_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_compiles_are_reported_only_if_any_occurred(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
     before = hf_distca.metrics()
     ran = replace(before, balance=replace(before.balance, micro_batches=1))

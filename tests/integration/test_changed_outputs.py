@@ -44,9 +44,7 @@ def test_doubling_a_copy_of_the_output_is_exact_under_checkpointing(reentrant: b
 
 
 def test_output_changed_in_place_without_gradients_is_refused() -> None:
-    """Autograd does not watch the output in the forward without gradients of reentrant
-    checkpointing.
-    """
+    """In reentrant checkpointing, autograd does not watch the output of the first forward."""
     with pytest.raises(
         hf_distca.UnsupportedError,
         match="output of attention in LlamaAttention was changed in place",
@@ -55,7 +53,7 @@ def test_output_changed_in_place_without_gradients_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_output_changed_in_place_is_refused_here_or_by_autograd(reentrant: bool | None) -> None:
+def test_output_changed_in_place_is_refused_by_distca_or_autograd(reentrant: bool | None) -> None:
     with pytest.raises((hf_distca.UnsupportedError, RuntimeError), match=r"in ?place"):
         compute_gradients(reentrant, "in place")
 

@@ -70,7 +70,7 @@ def test_one_dispatch_and_one_return_per_layer_and_direction(
 
 
 @pytest.mark.parametrize(("balance", "even"), [(False, False), (True, True)])
-def test_nothing_is_exchanged_without_balancing_or_between_even_ranks(
+def test_nothing_is_exchanged_if_balance_is_off_or_ranks_are_even(
     rank_pool: RankPools, balance: bool, even: bool
 ) -> None:
     for names, counts in rank_pool(2)(run_step, balance, even, None):
@@ -117,7 +117,7 @@ def count_operations(rank: int, scale: int) -> Counter[str]:
     return operations.seen
 
 
-def test_planned_call_reads_no_tensor_and_does_not_grow_with_tokens(rank_pool: RankPools) -> None:
+def test_planned_call_reads_no_tensor_and_has_constant_operations(rank_pool: RankPools) -> None:
     small, large = (rank_pool(2)(count_operations, scale) for scale in (1, 8))
     assert small == large
     assert not any(

@@ -196,7 +196,7 @@ def test_logs_report_the_imbalance_of_documents_in_order(rank_pool: RankPools) -
     assert float(before[1]) > 1.2
 
 
-def test_completion_mask_changes_losses_and_packed_rows_keep_them() -> None:
+def test_completion_masks_choose_targets_in_single_and_packed_rows() -> None:
     assert train_alone("targets of masks") != pytest.approx(train_alone("plain"), rel=1e-3)
     assert train_alone("packed rows") == pytest.approx(train_alone("targets of masks"), rel=1e-6)
 
@@ -260,7 +260,7 @@ def test_deal_prints_the_ranks_and_batches_of_a_stream(capfd: pytest.CaptureFixt
 
 
 def of_my_own(features: Any) -> Any:
-    raise AssertionError("it is called")
+    raise AssertionError("the collator was called")
 
 
 class OfMyOwn(DataCollatorWithPadding):
@@ -550,7 +550,7 @@ def test_resumed_training_warns_if_its_global_batches_differ(
 
     assert resume(None, TOKENS, 2) == []
     assert resume(2, TOKENS, 5) == []
-    assert resume(5, TOKENS, 7) == [], "over an epoch's end"
+    assert resume(5, TOKENS, 7) == [], "in the second epoch"
     (said,) = resume(2, TOKENS // 2, 3)
     before, now = said.split(", now: ")
     assert all(fact in before for fact in ("'batches': 8", "'seed': 42", f"'tokens': {TOKENS}"))

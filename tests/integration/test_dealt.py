@@ -32,7 +32,7 @@ WINDOW = 24
 # Gemma's norms compute in float32 in a model of any dtype.
 CLOSE = {"full": {"rtol": 1e-9, "atol": 1e-12}, "windows": {"rtol": 1e-4, "atol": 1e-8}}
 TOKENS = 192  # in a global batch, on any number of ranks
-# One document longer than a rank's tokens, two long ones, one of each, and short ones.
+# By batch: a document longer than a rank's tokens, two long documents, both kinds, short ones.
 BATCHES = ([180, 1, 11], [96, 95, 1], [7, 9, 150, 26], [12] * 16)
 
 

@@ -243,7 +243,7 @@ def test_wrong_arguments_of_document_shares_are_refused() -> None:
     ("how", "is_whole"), [({}, True), ({"seed": None}, False), ({"fill": "cut"}, False)]
 )
 def test_shuffled_documents_stay_whole_by_default(how: dict[str, Any], is_whole: bool) -> None:
-    """Only another order keeps documents whole, so documents in the given order are cut."""
+    """Whole documents need another order, so documents in the given order are cut."""
     dataset = hf_distca.document_shares(make_documents(), 200, shapes=[(SHAPE, None)], **how)
     shares = find_shares(dataset)
     starts = [shares.batches.get_pieces(0, number).starts for number in range(len(shares.batches))]

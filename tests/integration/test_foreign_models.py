@@ -104,7 +104,7 @@ def test_custom_model_without_a_mask_function_is_refused() -> None:
         run_mine("distca", {}, masked=False)
 
 
-def test_mask_with_a_partial_as_its_part_becomes_a_foreign_mask() -> None:
+def test_mask_composed_of_a_partial_becomes_a_foreign_mask() -> None:
     part = partial(causal_mask_function)
     mask = ALL_MASK_ATTENTION_FUNCTIONS["distca"](
         batch_size=1, q_length=6, kv_length=6, mask_function=and_masks(causal_mask_function, part)

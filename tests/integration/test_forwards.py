@@ -66,7 +66,7 @@ def measure_bytes(training: bool) -> list[int]:
     return alive
 
 
-def test_training_forward_under_no_grad_keeps_as_little_as_evaluation() -> None:
+def test_training_forward_under_no_grad_keeps_as_few_bytes_as_evaluation() -> None:
     training, evaluating = measure_bytes(training=True), measure_bytes(training=False)
     assert training == evaluating
     assert len(training) == LAYERS

@@ -64,7 +64,7 @@ def make_first_cost(
         ([L40S, L40S], ["flash_attn", "flash_attn"], None, "analytic cuda"),
     ],
 )
-def test_ranks_with_any_gpus_and_kernels_begin_with_one_cost_model(
+def test_ranks_with_different_gpus_begin_with_the_same_cost_model(
     rank_pool: RankPools,
     devices: list[str],
     kernels: list[str],

@@ -96,7 +96,7 @@ def test_two_groups_of_two_ranks_are_exact_and_balanced(
         assert after < min(before, 1.15)
 
 
-def test_default_groups_split_only_more_than_512_ranks_and_at_nodes() -> None:
+def test_default_groups_split_only_above_512_ranks_and_at_nodes() -> None:
     whole, cut = (1, 8, 512, 520, 521, 1000), {576: 288, 1024: 512, 1536: 512, 4096: 512}
     for ranks, size in [*((ranks, ranks) for ranks in whole), *cut.items()]:
         assert hf_distca.DistCAConfig().group_ranks(ranks) == size
@@ -123,7 +123,7 @@ def limit_default_groups(rank: int) -> tuple[tuple[int, ...], int, list[str]]:
     return ranks, shares.deal_settings.ranks, said
 
 
-def test_documents_are_dealt_to_default_groups_which_rank_0_logs_once(rank_pool: RankPools) -> None:
+def test_default_groups_apply_to_dealing_and_are_logged_once(rank_pool: RankPools) -> None:
     found = rank_pool(4)(limit_default_groups)
     assert [ranks for ranks, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert [dealt for _, dealt, _ in found] == [2] * 4

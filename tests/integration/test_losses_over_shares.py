@@ -182,9 +182,7 @@ def divides_by_itself(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
 
 @make_trainer_class
 def of_no_targets(trainer: Any, model: Any, inputs: Any, items: Any) -> Any:
-    """Compute a mean over tokens without targets, like distillation; ranks have as many tokens
-    each.
-    """
+    """Compute a mean over all tokens, like distillation; ranks have equally many tokens."""
     with torch.no_grad():
         assert trainer.accelerator.unwrap_model(model)(**inputs).loss is not None
     inputs.pop("labels")
@@ -362,8 +360,8 @@ def compare_outcome(found: Outcome, case: Case) -> str:
     if isinstance(found, str):
         return "refused"
     expected, every = train_alone(name, precision), 2 if precision == "bfloat16" else 1
-    # AdamW makes full steps of gradients that are only rounding, so in bfloat16 gradient norms
-    # differ after one step.
+    # AdamW makes full steps from gradients that are only rounding errors, so in bfloat16 gradient
+    # norms differ after one step.
     equal = found[::every] == pytest.approx(expected[::every], rel=TOLERANCE[precision])
     return "equal" if equal else f"DIFFERS: {found}, not {expected}"
 

@@ -43,7 +43,7 @@ def compute_alone(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "kind",
-    ["int64", "int32", "padded", "two rows", "positions beside", "documents beside", "evaluation"],
+    ["int64", "int32", "padded", "two rows", "with positions", "with documents", "evaluation"],
 )
 def test_a_mask_that_numbers_documents_keeps_them_apart(kind: str) -> None:
     want, model = compute_alone(tiny_llama("sdpa").double()), tiny_llama("distca").double()
@@ -56,9 +56,9 @@ def test_a_mask_that_numbers_documents_keeps_them_apart(kind: str) -> None:
         batch = {name: torch.nn.functional.pad(row, (2, 3)) for name, row in batch.items()}
     if kind == "two rows":
         batch = {name: row.expand(2, -1) for name, row in batch.items()}
-    if kind == "positions beside":
+    if kind == "with positions":
         batch["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    if kind == "documents beside":
+    if kind == "with documents":
         batch |= hf_distca.PackingCollator()([{"input_ids": text} for text in TEXTS])
         del batch["labels"]
     logits = model.train(kind != "evaluation")(**batch, use_cache=False).logits

@@ -49,7 +49,7 @@ def test_collator_packs_lists_iterators_arrays_and_tensors(form: str) -> None:
     assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
 
 
-def test_changes_of_a_batch_do_not_reach_the_given_tensor() -> None:
+def test_changing_a_batch_does_not_change_the_given_tensor() -> None:
     tokens = torch.tensor([5, 6, 7])
     batch = hf_distca.PackingCollator()([{"input_ids": tokens}])
     batch["input_ids"].add_(1)
@@ -274,7 +274,7 @@ METADATA: dict[str, Any] = {
 }
 
 
-def test_column_of_a_number_per_token_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_with_a_number_per_token_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     others = METADATA | {"image": torch.ones(3, 2, 2)}
     collate = hf_distca.PackingCollator(Takes())
     for _ in range(2):

@@ -192,7 +192,7 @@ def test_placed_items_have_the_losses_of_one_process(rank_pool: RankPools, name:
 def train_alone(kind: str, changes: dict[str, Any]) -> tuple[list[float], list[list[int]]]:
     """Train one process under sdpa; return losses, and items of all ranks by micro-batch.
 
-    If a batch has one item, a loss within a batch is the loss of one item.
+    If a batch has one item, the process accumulates more, so each loss stays that of one item.
     """
     size, steps = (
         changes.get(name, default)

@@ -471,7 +471,7 @@ def test_outputs_of_two_halves_are_joined_by_rows_or_tokens_or_refused(rows: int
             halves.merge_outputs(*pair)
 
 
-def test_a_vector_as_wide_as_the_batch_is_long_is_not_cut() -> None:
+def test_a_float_vector_with_the_length_of_the_batch_is_not_cut() -> None:
     documents = TokenBatch(1, 6, packed=PackedDocuments((6,))).read_documents()
     cut = NanoBatches.cut_batch((1, 6), documents, tile=1)
     width, positions = torch.randn(6), torch.arange(6)

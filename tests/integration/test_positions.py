@@ -107,7 +107,7 @@ def test_roberta_on_packed_documents_equals_documents_alone(kind: str, alone: to
     "position_ids_start" not in inspect.signature(DataCollatorWithFlattening).parameters,
     reason="this release of transformers counts only from 0",
 )
-def test_position_ids_from_2_suit_a_model_that_counts_from_2(alone: torch.Tensor) -> None:
+def test_position_ids_from_2_are_accepted_by_models_that_count_from_2(alone: torch.Tensor) -> None:
     flattened = DataCollatorWithFlattening(position_ids_start=2)(
         [{"input_ids": text.tolist()} for text in TEXTS]
     )

@@ -67,7 +67,7 @@ def test_consecutive_checkpoints_have_different_masks() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [None, True], ids=["no checkpoint", "reentrant"])
-def test_masks_without_a_checkpoint_or_in_a_reentrant_one_are_new(reentrant: bool | None) -> None:
+def test_masks_are_reused_only_in_non_reentrant_checkpoints(reentrant: bool | None) -> None:
     masked, x = Masked(), make_leaf()
     out = masked(x) if reentrant is None else checkpoint(masked, x, use_reentrant=reentrant)
     out.sum().backward()

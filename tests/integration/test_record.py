@@ -197,7 +197,7 @@ def test_a_record_costs_no_collective_and_no_operation(
     ],
     ids=["kinds of layers", "nano-batches", "both"],
 )
-def test_report_counts_tokens_once_and_draws_pieces_as_long_as_bars(
+def test_report_counts_tokens_once_and_pieces_fill_the_bars_of_ranks(
     tmp_path: Path, parts: list[tuple[int, int | None, list[list[int]]]], tokens: list[int]
 ) -> None:
     """Layers of different kinds plan the same tokens, and slow ranks have longer bars."""

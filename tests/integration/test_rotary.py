@@ -26,8 +26,8 @@ from turns import in_turn
 
 TRAINED = 64  # positions that the models were trained with
 TOKENS = 64  # on a rank
-# The longest document of a global batch is longer than TRAINED, shorter, the longest of all, and as
-# long: frequencies grow, and are reset.
+# By batch, the longest document is longer than TRAINED, shorter, the longest of all, as long as
+# TRAINED, and longer again. So frequencies grow, and are reset.
 BATCHES = ((67, 33, 28), (40, 48, 37, 3), (100, 28), (64, 60, 4), (65, 63))
 
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
@@ -217,7 +217,7 @@ def test_rotary_is_exact_in_ping_pong(rank_pool: RankPools, kind: tuple[str, str
 @pytest.mark.parametrize(
     ("kind", "lone_rank"), [(("llama", "dynamic"), 0), (("gemma3_text", "dynamic"), 1)]
 )
-def test_long_evaluation_on_one_rank_leaves_frequencies_of_shares_alone(
+def test_long_evaluation_on_one_rank_keeps_the_frequencies_of_shares(
     rank_pool: RankPools, kind: tuple[str, str], lone_rank: int
 ) -> None:
     check(rank_pool(2), kind, tuple(range(len(BATCHES))), lone_rank=lone_rank)

@@ -145,13 +145,13 @@ def evaluate_together(rank: int) -> tuple[int, torch.Tensor, torch.Tensor]:
     return current_session().meter.dispatches, together, alone
 
 
-def test_evaluation_is_shared_with_balance_evaluation(rank_pool: RankPools) -> None:
+def test_evaluation_is_shared_if_balance_evaluation_is_on(rank_pool: RankPools) -> None:
     for dispatches, together, alone in rank_pool(2)(evaluate_together):
         assert dispatches == 2  # one per layer, and none without balancing
         torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_history_figures_count_measured_micro_batches_only() -> None:
+def test_history_figures_count_only_measured_micro_batches() -> None:
     history, layout = History(), Layout.from_lengths([[8, 4], [4]])
     plan = Plan.from_tasks(layout, [(0, 0, 8, 0, 0), (1, 0, 4, 0, 1), (2, 0, 4, 1, 1)])
     key = PlanKey(AttentionShape(4, 2, 16, 16, 4), "cpu")
@@ -191,7 +191,7 @@ def test_history_figures_count_measured_micro_batches_only() -> None:
     )
     whole = history.total.compute_figures()
     assert whole["distca/exchanged_mb_per_layer"] == 2.5
-    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "over micro-batches with nodes"
+    assert whole["distca/between_nodes_mb_per_layer"] == 3.0, "a mean over micro-batches with nodes"
     assert after["distca/imbalance_measured_after"] == pytest.approx(1.0)
     assert (before.micro_batches, history.total.micro_batches) == (
         1,

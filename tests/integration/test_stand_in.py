@@ -139,7 +139,7 @@ CHANGES = [wrap_in_the_instance, wrap_for_all, replace_flash_attention]
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("prepared", [True, False])
-def test_attention_that_is_wrapped_after_instead_of_is_refused(
+def test_attention_that_is_wrapped_after_its_replacement_is_refused(
     change: Callable[[], None], prepared: bool
 ) -> None:
     hf_distca.configure(instead_of="flash_attention_2")

@@ -154,7 +154,7 @@ def test_callback_without_a_handler_warns_that_reporters_miss_the_figures(
 def evaluate_first(rank: int, when: str) -> tuple[int, int, int, str, bool]:
     """Evaluate, train and predict; return dispatches, the log, and whether the session stayed."""
     callback = hf_distca.DistCACallback(settings(balance_evaluation=True), record=False)
-    hf_distca.configure()  # what another run left
+    hf_distca.configure()  # removes the settings of an earlier run
     trainer = make_trainer(
         "distca",
         rows(4),

@@ -257,7 +257,7 @@ def test_code_blocks_for_training_loops_run_on_one_process() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_shares_are_made_before_accelerate_starts(tmp_path: Path) -> None:
+def test_shares_may_be_made_before_accelerate_starts(tmp_path: Path) -> None:
     write_model_and_documents(tmp_path)
     (tmp_path / "train.py").write_text(SHARES_FIRST)
     *launch, _ = words_of(LAUNCH)

@@ -99,7 +99,7 @@ def fail_and_begin_again(
     return found
 
 
-def test_new_world_keeps_no_state_of_a_failure_in_the_last_one() -> None:
+def test_new_world_keeps_no_state_of_an_earlier_failure() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pool = RankPool(2)  # a pool for this test alone, because its world ends
         try:

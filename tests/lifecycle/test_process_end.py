@@ -35,8 +35,7 @@ def wait_for_exit(ranks: list[ForkServerProcess]) -> list[int | None]:
 
 
 def ends_with_a_late_thread(rank: int, folder: Path) -> None:
-    """End while a thread is still running, as gloo's may be: it has to release the tensors of the
-    last collective.
+    """End while a thread still runs, like one of gloo that releases the last collective's tensors.
 
     The interpreter does not wait for the thread. A thread of gloo that runs while the interpreter
     ends aborts the process.
@@ -118,7 +117,7 @@ def ends_where_no_thread_starts(rank: int, folder: Path) -> None:
 def test_process_ends_after_threads_of_hf_distca_return(
     ends: Callable[[int, Path], None], tmp_path: Path
 ) -> None:
-    """A thread that returns from a call of torch while the interpreter ends aborts the process."""
+    """The process aborts if a thread returns from a call of torch while the interpreter ends."""
     with create_server(("127.0.0.1", 0)) as listening:
         (tmp_path / "port").write_text(str(listening.getsockname()[1]))
     assert wait_for_exit([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]

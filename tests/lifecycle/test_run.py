@@ -105,7 +105,7 @@ def script(tmp_path: Path) -> Path:
 def test_option_sets_the_attention_of_an_unmodified_script(
     ours: str, given: str, attention: str, said: str, script: Path, tmp_path: Path
 ) -> None:
-    """A default leaves an attention that the script names, and prints which option balances it."""
+    """A default keeps the attention that a script names, and prints the option that balances it."""
     options = ["--attn_implementation", given] if given else []
     options += ["--output", str(tmp_path)]
     run = [*words_of("python -m hf_distca.tools.run"), *ours.split()]
@@ -167,7 +167,7 @@ def test_child_interpreters_of_a_command_train_under_distca(script: Path, tmp_pa
 
 
 def test_command_line_overrides_the_settings_file(script: Path, tmp_path: Path) -> None:
-    """Two ranks that accelerate started each read the file."""
+    """accelerate starts two ranks, and each reads the file."""
     command = words_of(
         "hf-distca run --config distca.yaml --set balance=false --tokens-per-rank 8192 accelerate"
         " launch train.py"
@@ -256,7 +256,7 @@ def test_child_processes_get_the_options_of_the_innermost_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ['{"attn_implementation": "distca", "newer": 1}', "[1]"])
-def test_options_of_another_version_are_an_error_everywhere(text: str, tmp_path: Path) -> None:
+def test_options_of_another_version_are_refused_by_every_process(text: str, tmp_path: Path) -> None:
     """The error names the options. No process trains without them."""
     (tmp_path / "train.py").write_text("print('this has started')")
     child_start = Path(hf_distca.__file__).parent / "tools" / "cli" / "child_start"
@@ -394,7 +394,7 @@ def write_executable(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_path_runs_the_file_and_name_runs_the_command_on_the_path(
+def test_path_runs_a_file_and_bare_name_runs_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a shell, a command's name never runs a file of the current folder."""

@@ -59,7 +59,7 @@ def switch(
 
 
 @pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
-def test_attention_implementation_changes_in_the_middle_of_a_run(
+def test_attention_implementation_may_change_during_a_run(
     rank_pool: Callable[[int], RankPool], ping_pong: bool
 ) -> None:
     pool = rank_pool(2)

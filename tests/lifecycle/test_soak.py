@@ -98,7 +98,7 @@ def soak(rank: int, implementation: str, seed: int, steps: int) -> Soak:
         total = torch.zeros(())
         for _ in range(same.randint(1, 3)):
             batch = draw_batch(apart)
-            # sdpa takes no documents, and gets no scores in a row of padding alone.
+            # sdpa takes no documents, and with the mask a row of only padding would have no keys.
             if implementation == "sdpa":
                 batch.pop("distca_documents", None)
                 batch.pop("attention_mask", None)

@@ -74,7 +74,7 @@ class Step(NamedTuple):
             outputs of the first forward.
         kernel_calls, exchanges: in forward and backward.
         forward_operations, backward_operations: operations that were checked.
-        beside: whether backward ran in a separate thread.
+        separate: whether backward ran in a separate thread.
         races: between streams, in both steps.
         waits: of the host for events, in both steps.
         wrong: parameters with no gradient, or one of another device, dtype or shape.
@@ -87,7 +87,7 @@ class Step(NamedTuple):
     exchanges: int
     forward_operations: int
     backward_operations: int
-    beside: bool
+    separate: bool
     races: list[str]
     waits: int
     wrong: list[str]

@@ -66,7 +66,7 @@ NUMBERED = {
     "opt": "refused",
     "qwen3_next": "refused",
 }
-# Their layers call attention without keyword arguments, or with labels as well.
+# Types whose layers call attention without keyword arguments, or with labels as well.
 CALLED_OTHERWISE = ("nemotron", "gemma3n")
 
 

@@ -29,7 +29,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("family", FAMILIES.split())
-def test_listed_keys_are_the_plans_that_layers_request(
+def test_listed_plan_keys_are_those_that_layers_request(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()

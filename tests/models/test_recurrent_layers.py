@@ -128,7 +128,7 @@ def test_documents_in_padded_rows_equal_each_document_alone(model_type: str) -> 
 @pytest.mark.parametrize(
     "lengths", in_turn([pytest.param(lengths) for lengths in [(30, 10), (7, 33), (3, 20, 17)]], 3)
 )
-def test_documents_continue_in_the_next_row_if_their_lengths_do(
+def test_documents_continue_in_the_next_row_if_lengths_span_rows(
     model_type: str, lengths: tuple[int, ...]
 ) -> None:
     docs = documents(lengths)
@@ -370,7 +370,7 @@ RUNS = [lambda model: packed(model, documents(LENGTHS)), lambda model: run_piece
 @pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("model_type", PACKAGES)
 def test_kernels_of_packages_get_the_starts_of_documents(model_type: str, pieces: bool) -> None:
-    """In pieces, the first document has three, with other documents between them."""
+    """With `pieces`, the first document has three pieces, with other documents between them."""
     module, *told = PACKAGES[model_type]
     with fake_package(module) as package:
         got = RUNS[pieces](get_model(model_type))

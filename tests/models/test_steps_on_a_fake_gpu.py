@@ -56,7 +56,7 @@ def check(done: Step, way: Way) -> None:
     assert done.races == []
     assert done.waits == 0, "the meter must not wait"
     assert min(done.forward_operations, done.backward_operations) > 100 * fake_gpu_steps.LAYERS
-    assert done.beside, "backward must run in a separate thread"
+    assert done.separate, "backward must run in a separate thread"
     # Checkpointing repeats neither attention nor exchanges.
     assert done.calls == layers * halves
     assert done.recomputed_calls == (0 if way.reentrant is None else done.calls)

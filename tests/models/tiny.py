@@ -20,7 +20,7 @@ FIRST_ORDINARY_TOKEN = 32
 
 
 class NoVision(PreTrainedModel):
-    """A stand-in for the vision tower of Gemma 3n, which needs another package and no text uses."""
+    """Stands for the vision tower of Gemma 3n, which needs another package and is not used here."""
 
     config_class = Gemma3nVisionConfig
 

@@ -135,7 +135,7 @@ def watch_alone(rank: int) -> tuple[str, float]:
         return observe() if rank == 0 else "", time.monotonic() - began
 
 
-def test_rank_without_an_observer_is_waited_for_once(rank_pool: RankPools) -> None:
+def test_observer_waits_only_once_for_a_rank_without_an_observer(rank_pool: RankPools) -> None:
     (said, seconds), nothing = rank_pool(2)(watch_alone)
     assert nothing[0] == ""
     assert "missing   facts of some ranks" in said
@@ -177,7 +177,6 @@ def watch_lagging(rank: int) -> str:
 
 
 def test_ranks_whose_devices_lag_lose_no_micro_batches(rank_pool: RankPools) -> None:
-    """Devices lag behind their hosts by different numbers of micro-batches."""
     said, nothing = rank_pool(2)(watch_lagging)
     assert nothing == ""
     assert "watched 60 micro-batches on 2 ranks" in said
@@ -307,7 +306,7 @@ def test_documents_are_read_from_position_ids_or_cu_seq_lens() -> None:
     assert by_positions.lengths == by_bounds.lengths == [24, 8]
 
 
-def test_facts_of_unreadable_batches_hold_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_unreadable_batches_state_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     # In a process that trained on shares, calls of all models are checked.
     monkeypatch.setattr(other_models, "_check_call", lambda *_: None)
     falling = torch.tensor([[0, 1, 2, 5, 4, 5, 6, 7]])

@@ -117,7 +117,7 @@ def test_training_ranks_end_with_a_reason_if_the_server_ends(
             r" vain|ended: told to)"
         )
         assert re.search(left, trainers[told.index(False)].output)
-    if status is None:  # it continues after the ranks have ended
+    if status is None:  # the server continues after the ranks have ended
         server.send(signal.SIGCONT)
         assert join(server) == [1]
         check_server(server, ".*")

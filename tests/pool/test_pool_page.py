@@ -1,5 +1,3 @@
-"""The doctor command on the page about pools."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -44,7 +44,7 @@ def work_alone(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["evaluation", "generate"])
-def test_servers_get_no_steps_of_work_on_rank_0_alone(
+def test_work_on_rank_0_alone_sends_no_steps_to_servers(
     launch: Callable[[int, int], Launch], what: str
 ) -> None:
     ours = launch(2, 1)(pooled, work_alone, what)
@@ -85,7 +85,7 @@ def alternate_sessions(rank: int) -> list[float]:
     return losses
 
 
-def test_alternating_sessions_have_the_losses_without_servers(
+def test_alternating_sessions_have_the_same_losses_with_servers(
     launch: Callable[[int, int], Launch],
 ) -> None:
     started = launch(2, 1)

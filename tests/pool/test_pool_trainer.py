@@ -85,7 +85,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_world_samplers_and_checkpoints_are_those_without_servers(
+def test_world_samplers_and_checkpoints_are_the_same_with_servers(
     launch: Callable[[int, int], Launch], tmp_path: Path, trainers: int, servers: int
 ) -> None:
     started = launch(trainers, servers)

@@ -66,7 +66,7 @@ def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
 @pytest.mark.parametrize(
     "case", in_turn(DEFAULT, 8, [Exact(documents="dealt", changes={"ping_pong": True})]), ids=str
 )
-def test_losses_and_weights_are_those_without_servers(
+def test_losses_and_weights_are_the_same_with_servers(
     launch: Callable[[int, int], Launch], case: Exact
 ) -> None:
     check(launch(2, 1), case)
@@ -75,7 +75,7 @@ def test_losses_and_weights_are_those_without_servers(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*DEFAULT, *SLOW], ids=str)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
-def test_every_case_has_the_losses_and_weights_without_servers(
+def test_every_case_has_the_same_losses_and_weights_with_servers(
     launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact
 ) -> None:
     check(launch(trainers, servers), case)

@@ -32,7 +32,7 @@ def connected() -> Iterator[tuple[JsonLineConnection, socket.socket]]:
         connection.close()
 
 
-def test_slow_message_times_out_and_is_kept(
+def test_start_of_a_slow_message_is_kept_after_the_timeout(
     connected: tuple[JsonLineConnection, socket.socket],
 ) -> None:
     connection, client = connected

@@ -224,8 +224,8 @@ def test_paths_without_a_record_are_refused(tmp_path: Path) -> None:
             figures(tmp_path / name)
 
 
-def test_seconds_of_a_step_last_until_the_next_step_begins(tmp_path: Path) -> None:
-    """Two of the four steps precede a resume. Their seconds count once."""
+def test_repeated_steps_count_once_in_the_mean_seconds_of_a_step(tmp_path: Path) -> None:
+    """The second step runs before and after a resume."""
     rows = [steps_row(plan_row(step)) for step in (1, 2, 3)]
     elapsed = [row.tally["elapsed_seconds"] for row in rows]
     found = figures(write_record(tmp_path, [RUN, *rows[:2], replace(RUN, step=1), *rows[1:]]))

@@ -66,7 +66,7 @@ def test_bytes_to_other_nodes_are_shown_only_with_several_nodes(tmp_path: Path) 
         assert ("to other nodes, MB" in page) == shown
 
 
-def test_picture_of_many_ranks_draws_those_whose_work_changes_most(tmp_path: Path) -> None:
+def test_picture_of_many_ranks_draws_the_ranks_that_change_most(tmp_path: Path) -> None:
     drawn = draw_by_name(figures(tmp_path, ranks=80))
     for picture in drawn.values():
         assert "32 of 80 ranks are drawn" in picture.text

@@ -138,7 +138,7 @@ def test_nano_batches_have_equal_tokens_if_documents_allow(tokens: int) -> None:
         ([3] * 333 + [1], [601, 201, 198]),
     ],
 )
-def test_ranks_of_unequal_tokens_keep_them_over_both_nano_batches(
+def test_both_nano_batches_together_keep_unequal_tokens_of_ranks(
     lengths: list[int], tokens: list[int]
 ) -> None:
     first, second = deal_nano_batches(lengths, len(tokens), tokens, CUDA)
@@ -180,7 +180,7 @@ def test_short_documents_stay_whole() -> None:
 
 
 def test_a_long_document_lies_on_few_ranks() -> None:
-    # The document has the attention of four ranks, but every rank with a part exchanges its keys.
+    # The document has as much work as four ranks, but every rank with a part exchanges its keys.
     layout = deal([65536, *[24576] * 100, *[512] * 3264], 64, 65536, CUDA)
     ranks = set(layout.rank[layout.document == 0].tolist())
     assert len(ranks) == 2

@@ -88,14 +88,14 @@ def test_tokens_of_a_rank_follow_the_order_of_its_segments(layout: Layout) -> No
         ([[(0, 0, 4)], [(0, 3, 2)]], r"starts at 3, but position 4 is next"),
     ],
 )
-def test_segments_must_cover_documents(
+def test_segments_that_do_not_cover_documents_are_refused(
     ranks: list[list[tuple[int, int, int]]], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout.from_segments(ranks)
 
 
-def test_columns_must_agree() -> None:
+def test_columns_of_different_lengths_are_refused() -> None:
     one = np.zeros(1, dtype=np.int64)
     with pytest.raises(LayoutError, match="columns have 1, 1, 1 rows, but there are 2 segments"):
         Layout(one, one, one + 1, np.array([0, 2]))

@@ -193,7 +193,7 @@ def test_tasks_in_a_layout_without_tokens_are_refused() -> None:
         Plan.from_tasks(empty, [(0, 0, 1, 0, 0)])
 
 
-def test_document_numbers_may_be_any_integers() -> None:
+def test_document_ids_may_be_any_integers() -> None:
     layout = Layout.from_segments([[(2**62, 0, 10**6)], [(-5, 0, 3), (2**62 - 1, 0, 2)]])
     plan = Plan.make_local(layout)
     assert [task.document for task in plan.tasks] == [-5, 2**62 - 1, 2**62]

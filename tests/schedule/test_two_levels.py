@@ -119,7 +119,7 @@ def test_nodes_that_have_unequal_work_share_it() -> None:
 
 @given(layouts(), st.sampled_from([SERIAL, PING_PONG]), st.sampled_from([1, 2, 3]))
 @settings(max_examples=30)
-def test_one_rate_makes_nodes_irrelevant(
+def test_nodes_do_not_change_a_plan_if_all_links_have_one_rate(
     layout: Layout, config: DistCAConfig, per_node: int
 ) -> None:
     if layout.world_size % per_node == 0:
