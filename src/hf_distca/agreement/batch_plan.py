@@ -469,7 +469,7 @@ class History:
             self._count_if_measured(number)
 
     def _count_if_measured(self, number: int) -> None:
-        """Add a micro-batch to the total if it is over and all its plans are measured."""
+        """Add a micro-batch to the total if it has ended and all its plans are measured."""
         batch = self._running.get(number)
         if batch is None or batch.end_time is None or not all(p.is_measured for p in batch.plans):
             return

@@ -193,7 +193,7 @@ def _warn_of_unread_column(name: str, read_columns: tuple[str, ...]) -> None:
 
 
 def convert_integers(values: Any, name: str) -> IntArray:
-    """Convert a flat list, array or tensor of integers to int64, (values,).
+    """Convert a flat list, array or tensor of integers to a one-dimensional int64 array.
 
     Args:
         values: the integers.

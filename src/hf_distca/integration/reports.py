@@ -23,8 +23,8 @@ class Metrics:
         balance: sums over the micro-batches that this rank planned together with other ranks.
         attention_seconds: seconds that this rank spent in attention kernels, forward and backward,
             for itself and for other ranks. On CUDA only finished kernels count, so synchronise
-            first for an exact figure. Also on CUDA, work in which no other rank takes part is timed
-            only after the first reading.
+            first for an exact figure. On CUDA, work in which no other rank takes part is timed only
+            after the first reading.
         elapsed_seconds: seconds since `since`.
         since: time at which the sums began, from `time.perf_counter`.
         state_bytes: bytes that this rank sent to others for recurrent layers, forward and backward.

@@ -61,9 +61,9 @@ class Ahead:
         _, tokens = enumerate_ranges(layout.token[row], layout.token[row] + layout.length[row])
         if (self.number_tokens(documents)[tokens] >= 0).any():
             raise UnsupportedError(
-                "a document in which tokens see later tokens (of an image, a prefix or the whole"
-                f" document) lies in several parts, one of them on rank {rank}, and the parts could"
-                " not see each other. Give each such document to one rank, in one piece."
+                f"a document lies in several parts, one of them on rank {rank}, but has tokens that"
+                " see later tokens (of an image, a prefix or the whole document), which may be in"
+                " another part. Give each such document to one rank, in one piece."
             )
 
 

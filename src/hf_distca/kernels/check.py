@@ -9,8 +9,7 @@ FlashAttention 4 compiles each variant of its kernels at the first call that nee
 rank compiles all variants for one kind of layer when it selects the kernel. All ranks select at the
 same point, and therefore compile at the same time.
 
-For one kind of layer, the keys of the package's compile caches (4.0.0b36) distinguish these
-variants:
+For one kind of layer, the package (4.0.0b36) distinguishes these variants in its compile caches:
 
 - Whether a window hides keys. Layers with a window need both variants, because in a call with short
   documents the window hides nothing.
@@ -19,9 +18,9 @@ variants:
 
 A call whose longest sequence fits in one block would need another variant. To avoid this variant,
 `hf_distca.kernels.flash` always passes a longest length above one block. This is safe, because the
-package uses this length only to bound its loops. All other parts of the keys are fixed for one kind
-of layer: device, dtype, widths, query heads for each key/value head, softcap, deterministic
-algorithms. The number of heads is not in the keys.
+package uses this length only to bound its loops. All other properties by which the caches
+distinguish variants are fixed for one kind of layer: device, dtype, widths, query heads for each
+key/value head, softcap, deterministic algorithms. The caches do not distinguish numbers of heads.
 """
 
 from __future__ import annotations

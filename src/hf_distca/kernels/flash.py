@@ -342,8 +342,8 @@ def _flash_attn_reason(case: KernelRequest) -> str | None:
 def _generation_reason(
     case: KernelRequest, module: str, package: str, capabilities: Sequence[int], gpus: str
 ) -> str | None:
-    """Return why FlashAttention 3 or 4, for GPUs of these major compute capabilities, cannot run a
-    case; None if it can.
+    """Return why FlashAttention 3 or 4 cannot run a case; None if it can. `capabilities` are the
+    major compute capabilities of the GPUs that the package supports.
     """
     if (reason := flash_reason(case)) is not None:
         return reason

@@ -153,7 +153,7 @@ def read_config(values: Mapping[str, Any]) -> DistCAConfig:
         costs = CostModel.from_json(costs["text"])
     elif not is_built_in(costs):  # such as the name of a file
         raise ConfigError(
-            f"cost_model={costs!r:.80} must be 'analytic' or a cost model: rank 0 sends no paths."
+            f"cost_model={costs!r:.80} must be 'analytic' or a cost model, and not a path."
         )
     return DistCAConfig(**{**values, "cost_model": costs})
 

@@ -195,7 +195,7 @@ class Server:
         )
 
     def plan_documents(self, session: str, requests: Sequence[Any]) -> list[MicroBatchPlan]:
-        """Take part when ranks announce documents, plan them, and compare their plans."""
+        """Take part in the step in which ranks announce documents, plan, and compare plans."""
         return self._make_planner(session).plan_documents(read_requests(requests), self._group)
 
     def plan_share(

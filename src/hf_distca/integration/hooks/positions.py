@@ -234,8 +234,8 @@ def _find_rotaries(model: torch.nn.Module) -> tuple[list[torch.nn.Module], bool]
     """Find the rotary modules of a model that depend on the longest document. Also tell whether any
     of them is in a layer.
 
-    Rotary modules in layers cannot be extended: a recompute in backward would use the length of the
-    last batch.
+    distca cannot give a longer length to rotary modules in layers: a recompute in backward would
+    use the length of the last batch.
     """
     # Not imported at the top, because this import registers distca.
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -11,7 +11,8 @@ from hf_distca.tools.advise.ways import Run, Way
 # scheduler moves nothing for a smaller gain (DistCAConfig.min_gain). Below _CLOSE, the estimate may
 # be wrong about which step is faster.
 _EQUAL, _CLOSE = 1.02, 1.06
-# How Hugging Face users get an alternative to hf-distca, by a word in the title of its `Way`.
+# The advice adds one of these texts to the title of another way, if the title contains the key. The
+# text names the setting of Hugging Face, if there is one.
 _HOW = {
     "samples": ': TrainingArguments(train_sampling_strategy="batch_rebalance") does nearly that',
     "Ulysses": ": accelerate's ParallelismConfig(sp_size=...)",
