@@ -65,7 +65,8 @@ def with_relay_hops(
     """
     if relays is None:
         return keys, np.full(len(keys.document), -1)
-    # Keys without a relay lie after the runs of their unit. They form one more run, with relay -1. Positions are shifted, so that all units form one increasing sequence.
+    # Keys without a relay lie after the runs of their unit. They form one more run, with relay -1.
+    # Positions are shifted, so that all units form one increasing sequence.
     units = [
         find_units(layout, document, rank, relays.per_node)
         for document, rank in ((keys.document, keys.server), (relays.document, relays.relay))
