@@ -67,7 +67,7 @@ def meet(deadline: float, tasks: list[Task], world: int) -> list[Task] | None:
 
 
 def make_plan(documents: list[Task], world: int) -> list[Task]:
-    """Bisect to the earliest deadline that `meet` can meet, within one percent. Return its plan."""
+    """Search for the earliest deadline that `meet` can meet, within 1 %. Return its plan."""
     plan, ends = documents, end_times(documents, world)
     low, high = sum(ends) / world, max(ends)  # no plan can beat the mean
     while high > 1.01 * low:
@@ -109,7 +109,7 @@ def attend_by_plan(q: Tensor, k: Tensor, v: Tensor, plan: list[Task], rank: int)
     for t in mine:
         keys = torch.arange(t.offset, t.offset + t.end)
         places.append(keys[t.start :])
-        parts += q[keys[t.start :]], k[keys], v[keys]
+        parts += [q[keys[t.start :]], k[keys], v[keys]]
     dispatch = [(t.server, sum(t.rows)) for t in mine], [(t.home, sum(t.rows)) for t in served]
     arrived = Exchange.apply(torch.cat(parts), *dispatch)
     for t, part in zip(served, arrived.split([n for _, n in dispatch[1]]), strict=True):
@@ -132,9 +132,9 @@ def main() -> None:
         mean = sum(end_times(documents, world)) / world
         for name, tasks in ("before", documents), ("after", plan):
             ends = end_times(tasks, world)
-            print(f"{name}: ranks end at {ends}, slowest / mean before {max(ends) / mean:.2f}")
+            print(f"{name}: ranks end at {ends} pairs, slowest / mean {max(ends) / mean:.2f}")
         for home, at, a, b, server in [t for t in plan if t.server != t.home]:
-            print(f"rank {server} serves rank {home}: q[{a}:{b}], k, v[:{b}], document at row {at}")
+            print(f"rank {server} serves rank {home}: q[{a}:{b}] of its document at row {at}")
     torch.manual_seed(rank)
     q, k, v = torch.randn(3, 1024, 4, 16, dtype=torch.float64).requires_grad_().unbind()
     mask = torch.block_diag(*[torch.ones(n, n) for n in DOCUMENTS[rank % 4]]).tril().bool()

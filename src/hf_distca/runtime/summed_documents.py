@@ -106,7 +106,8 @@ def _add_rows(total: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> to
 
 
 class SumExchange(LayerExchange):
-    """An exchange whose attention is a sum of causal documents, some of which use retaken tokens.
+    """An exchange for attention that is a sum of causal documents. Some of these documents use
+    retaken tokens.
 
     Args:
         retaken: the retaken tokens.
