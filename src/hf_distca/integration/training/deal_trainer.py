@@ -4,6 +4,7 @@ ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from hf_distca.data.collator import PackingCollator, ShareCollator, read_feature
 from hf_distca.data.columns import InputNames, read_input_names
 from hf_distca.data.global_batches import FillRule, LongerRule
 from hf_distca.data.reading import read_document_lengths
+from hf_distca.data.row_placement import find_row_documents
 from hf_distca.data.shares import Shares, StreamedShares
 from hf_distca.errors import ConfigError
 from hf_distca.integration.checks.reading_order import find_shares
@@ -161,8 +163,10 @@ def deal(
     warn_of_carried_states(trainer.model)
     steps_before = _count_steps(trainer, rows) if facts else 0
     imbalance = (
-        _estimate_batches(args, facts["lengths"], shares.deal_settings)
-        if facts and documents is rows
+        _estimate_batches(
+            args, rows, facts["lengths"] if documents is rows else None, shares.deal_settings
+        )
+        if facts
         else None
     )
     _replace_data(trainer, dataset, eval_dataset)
@@ -333,22 +337,38 @@ def _describe_shares(
     )
 
 
-def _estimate_batches(args: Any, lengths: IntArray, dealing: Dealing) -> float | None:
+def _estimate_batches(
+    args: Any, rows: Any, lengths: IntArray | None, dealing: Dealing
+) -> float | None:
     """Estimate the imbalance of attention in the batches that a Trainer would have without `deal`;
     None if the rows of these batches are neither random nor in order.
+
+    Args:
+        args: arguments of the Trainer.
+        rows: rows of the Trainer's data set.
+        lengths: number of tokens of each row if rows are documents; None if rows are packed.
+        dealing: settings for dealing.
     """
-    rows = args.per_device_train_batch_size
-    count = min(len(lengths) // (dealing.ranks * rows), _REPLACED_BATCHES)
+    size = args.per_device_train_batch_size
+    count = min(len(rows) // (dealing.ranks * size), _REPLACED_BATCHES)
     if not count or args.train_sampling_strategy not in {"random", "sequential"}:
         return None
+    order = np.arange(len(rows))
     if args.train_sampling_strategy == "random":
-        lengths = np.random.default_rng(args.seed).permutation(lengths)
-    batches = lengths[: count * dealing.ranks * rows].reshape(count, dealing.ranks, rows)
+        order = np.random.default_rng(args.seed).permutation(order)
+    order = order[: count * dealing.ranks * size]
+    found, row = (
+        find_row_documents(rows.select(order), quiet=True)
+        if lengths is None
+        else (lengths[order], np.arange(len(order)))
+    )
+    starts = np.searchsorted(row, np.arange(0, len(order) + 1, size))
+    ranks = [[n for n in found[a:b].tolist() if n] for a, b in itertools.pairwise(starts)]
     return float(
         np.mean(
             [
-                dealing.estimate_imbalance(Layout.from_lengths(batch))
-                for batch in ([[n for n in row if n] for row in rows] for rows in batches.tolist())
+                dealing.estimate_imbalance(Layout.from_lengths(ranks[i : i + dealing.ranks]))
+                for i in range(0, len(ranks), dealing.ranks)
             ]
         )
     )
