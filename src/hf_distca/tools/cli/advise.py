@@ -32,10 +32,10 @@ _PRODUCT_RATES = {
 }
 # How to choose tokens_per_rank for a script that trains today.
 _ABOUT_TOKENS = (
-    "tokens_per_rank: if rows are packed today, use per_device_train_batch_size x max_length. Then"
-    " the steps of an epoch, warm-up and learning rate stay the same. If rows are padded today,"
-    " batch size x mean length has the same effect. With batch size x max_length, memory stays the"
-    " same, but an epoch has fewer, larger steps: lower warmup_steps in proportion, and choose"
+    "tokens_per_rank: per_device_train_batch_size x the mean length of a row keeps the steps of an"
+    " epoch, the warm-up and the learning rate. The mean length is max_length if packing fills all"
+    " rows. With per_device_train_batch_size x max_length, memory stays the same; if rows are"
+    " shorter, an epoch then has fewer, larger steps: lower warmup_steps in proportion, and choose"
     " the learning rate for larger batches. hf_distca.deal prints the steps before and after."
 )
 
