@@ -35,6 +35,7 @@ from float64 import Float64Throughout
 from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.families import FAMILIES, WHOLE_DOCUMENT_REASONS
+from hf_distca.integration.hooks.positions import find_first_position
 from ranks import RankPool
 from tiny_runs import settings
 
@@ -122,11 +123,11 @@ def share(rank: int, case: Case) -> Share | str:
         ):
             model = lengthen_memory(build(case.model_type, "distca", case.dtype))
             shifted = torch.cat([targets[d][start:end] for d, start, end in parts])[None]
+            # Positions with distca_documents count from 0, and distca shifts them.
+            first = 0 if case.numbered else find_first_position(model)
             batch: dict[str, Any] = {
                 "input_ids": torch.cat([docs[d][start:end] for d, start, end in parts])[None],
-                "position_ids": torch.cat([torch.arange(start, end) for _, start, end in parts])[
-                    None
-                ],
+                "position_ids": torch.cat([torch.arange(a, b) + first for _, a, b in parts])[None],
                 "labels": torch.full_like(shifted, -100),
                 "shift_labels": shifted,
                 "num_items_in_batch": torch.tensor(_count_targets(case)),

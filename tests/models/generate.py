@@ -48,7 +48,7 @@ REASONS = (
     ("BYPASSED", None, "^silent"),
     ("BIDIRECTIONAL", None, "bidirectional|not causal"),
     ("POSITION_BIAS", None, "position_bias"),
-    ("BYPASSED", None, "TypeError|KeyError|AttributeError|ValueError"),
+    ("BYPASSED", None, "TypeError|KeyError|AttributeError|ValueError|got distca's mask"),
 )
 
 

@@ -56,8 +56,9 @@ FAST = (
     "smollm3",
 )
 FAST += ("qwen3_next", "nemotron_h", "lfm2", "jamba", "qwen3_moe", "mixtral", "gpt2", "roberta")
+FAST += ("bart", "bloom")  # a mask of cross attention as well; a mask that is added to scores
 # The types that also run on two ranks; each cuts its layers in another way.
-PAIRED = ("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
+PAIRED = ("llama", "gpt_oss", "deepseek_v3", "roberta", "qwen3_next", "lfm2", "bart")
 ONE_IN = 80
 NUMBERED = {
     "llama": "exact",
@@ -213,7 +214,7 @@ def test_two_ranks_equal_each_document_alone(
     check_two_ranks(rank_pool(2), measure(model_type))
 
 
-@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG_FAMILIES), ONE_IN, PAIRED[-2:]))
+@pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG_FAMILIES), ONE_IN, PAIRED[-3:]))
 def test_halves_on_two_ranks_equal_each_document_alone(
     model_type: str, rank_pool: Callable[[int], RankPool]
 ) -> None:

@@ -2,9 +2,9 @@
 outputs of the layer.
 
 A batch of several rows is cut between rows. A batch of one row is cut between documents if a
-document starts near the middle of the row, else inside a document. If a document crosses the cut,
-the second nano-batch needs keys and values of the first. These keys and values are passed on inside
-the layer, and gradients flow back to the first nano-batch.
+document starts near the middle of the row, or if tokens see later tokens; else inside a document.
+If a document crosses the cut, the second nano-batch needs keys and values of the first. These keys
+and values are passed on inside the layer, and gradients flow back to the first nano-batch.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class NanoBatches:
     first_half_kv: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def cut_batch(cls, shape: tuple[int, int], documents: Documents, tile: int) -> NanoBatches:
+    def cut_batch(
+        cls, shape: tuple[int, int], documents: Documents, tile: int, cuts_documents: bool = True
+    ) -> NanoBatches:
         """Cut a batch. Each of its documents must lie on one rank, or must have been dealt for
-        ping-pong.
+        ping-pong. Without `cuts_documents`, the second nano-batch begins with a document.
         """
-        return cls(shape, *choose_cut(*shape, documents, tile))
+        return cls(shape, *choose_cut(*shape, documents, tile, cuts_documents))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -193,28 +195,33 @@ class NanoCache:
 
 
 def choose_cut(
-    batch_size: int, length: int, documents: Documents, tile: int
+    batch_size: int, length: int, documents: Documents, tile: int, cuts_documents: bool = True
 ) -> tuple[int, int, tuple[Documents, Documents]]:
     """Choose the cut of a (batch_size, length) batch. Return `axis`, `border` and `documents` of
-    `NanoBatches`.
+    `NanoBatches`. For `cuts_documents` see `NanoBatches.cut_batch`.
     """
     axis = 0 if batch_size > 1 else 1
     if documents.dealt_share is not None and documents.dealt_share.first_nano_tokens is not None:
         border = documents.dealt_share.first_nano_tokens
     else:
-        border = batch_size // 2 if axis == 0 else _choose_border(length, documents, tile)
+        border = (
+            batch_size // 2
+            if axis == 0
+            else _choose_border(length, documents, tile, cuts_documents)
+        )
     first, second = documents.split_at(border if axis else border * length)
     if not border:
         first = replace(first, token_indices=np.zeros(0, dtype=np.int64))
     return axis, border, (first, second)
 
 
-def _choose_border(length: int, documents: Documents, tile: int) -> int:
+def _choose_border(length: int, documents: Documents, tile: int, cuts_documents: bool) -> int:
     """Choose the token at which the second nano-batch of a row begins."""
     starts = np.cumsum(documents.runs[:-1, 2])
     tokens = starts if documents.token_indices is None else documents.token_indices[starts]
-    candidates = tokens[np.minimum(tokens, length - tokens) >= _MIN_PART * length]
+    least = _MIN_PART * length if cuts_documents else 0
+    candidates = tokens[np.minimum(tokens, length - tokens) >= least]
     if len(candidates):
         return int(candidates[np.abs(candidates - length / 2).argmin()])
-    half = length // 2
+    half = length // 2 if cuts_documents else 0
     return half // tile * tile if half >= 4 * tile else half

@@ -115,10 +115,10 @@ def _choose_nano_batches(
 ) -> NanoBatches | None:
     """Choose how this call of a layer is cut into nano-batches; None if the layer runs whole."""
     arguments = list(_flatten_values((args, kwargs)))
-    masks = {argument for argument in arguments if isinstance(argument, MaskStandIn)}
-    if len(masks) != 1:
+    # A decoder layer of a model like Bart's also gets the mask of cross attention, after its own.
+    mask = next((argument for argument in arguments if isinstance(argument, MaskStandIn)), None)
+    if mask is None:
         return None
-    (mask,) = masks
     batch, planner = mask.batch, mask.batch.planner
     if is_in_backward():  # a recompute must run whole or cut, like its forward
         cut = batch.nano_batches
@@ -149,14 +149,12 @@ def _choose_nano_batches(
                 " ping-pong: give the same DistCAConfig to `document_shares`."
             )
             return None
-        cut = NanoBatches.cut_batch(batch.tokens.shape, documents, planner.session.config.tile)
-        if batch.context.ahead is not None and cut.documents[1].context_tokens:
-            warn_once(
-                "ping-pong leaves layers whole if tokens see later tokens and no document begins"
-                " near the middle of the row."
-            )
-            return None
-        batch.nano_batches = cut
+        batch.nano_batches = NanoBatches.cut_batch(
+            batch.tokens.shape,
+            documents,
+            planner.session.config.tile,
+            cuts_documents=batch.context.ahead is None,
+        )
     if batch.cannot_overlap:
         return None
     batch.nano_batches.layer_ids.add(id(layer))
