@@ -28,7 +28,7 @@ from transformers import (
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings
 
 IMAGE, START, END = 5, 6, 7  # tokens
@@ -259,7 +259,7 @@ def balance(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[
 def test_language_tower_is_balanced_and_vision_tower_is_not(
     kind: str,
     world: int,
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     want = alone(kind)
