@@ -15,17 +15,16 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
 from ranks import RankPools
 from tiny_runs import (
     COMMON,
-    VOCABULARY,
     dispatches,
     documents,
     losses,
+    make_tokenizer,
     make_trainer,
     rows,
     settings,
@@ -182,15 +181,12 @@ def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
     else:
         from trl import SFTConfig, SFTTrainer
 
-        words = models.WordLevel(
-            {str(number): number for number in range(VOCABULARY)}, unk_token="0"
-        )
-        token = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1"
-        )
-        config = SFTConfig(**args, max_length=None)
         trainer = SFTTrainer(
-            model, config, train_dataset=make_set(), eval_dataset=sets, processing_class=token
+            model,
+            SFTConfig(**args, max_length=None),
+            train_dataset=make_set(),
+            eval_dataset=sets,
+            processing_class=make_tokenizer(),
         )
     if form == "with metrics" and kind == "Trainer":
         trainer.compute_metrics = count_right
