@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import hf_distca
-from ranks import RankPools
+from ranks import RankPools, join_world
 from tiny_runs import dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
 from turns import in_turn
 
@@ -135,13 +134,7 @@ def train_around_the_start(rank: int, store: str, used_before: bool) -> list[int
     moved.append(dispatches())
     # Forward without a process group, and backward after one has started.
     loss = model(**batch(rank), use_cache=False).loss
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, 2),
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(0, 60),
-    )
+    join_world(rank, 2, Path(store))
     model.zero_grad()
     loss.backward()
     torch.testing.assert_close(

@@ -20,9 +20,8 @@ from torch.nn.functional import cross_entropy
 import hf_distca
 from checkpointed import checkpoint_layers, keep_activations
 from ranks import RankPool, RankPools
-from tiny_runs import dispatches, settings, tiny_llama
+from tiny_runs import VOCABULARY, dispatches, settings, tiny_llama
 
-VOCABULARY = 61
 PAGE = 4096
 # Steps between two measurements of a process's resources, and the share of measurements that count
 # as warm-up.
