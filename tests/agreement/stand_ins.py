@@ -1,13 +1,19 @@
-"""An attention group without processes; tests make the rows of the other ranks."""
+"""An attention group without processes, whose other ranks tests make up, and packed documents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import IntArray
 
 Rows = Callable[[IntArray], list[IntArray]]
+
+
+def pack(*lengths: int) -> Documents:
+    """Read documents of these lengths, packed in a row."""
+    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
 
 
 class MadeUpGroup(AttentionGroup):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_ins import MadeUpGroup
+from stand_ins import MadeUpGroup, pack
 
 from hf_distca.agreement.announce import (
     FIGURE_COUNT,
@@ -42,17 +42,13 @@ def announce(*documents: Documents, key: PlanKey = KEY, **changes: int) -> Annou
     )
 
 
-def pack(lengths: list[int]) -> Documents:
-    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
-
-
 @given(LENGTHS, LENGTHS)
 def test_documents_of_all_ranks_are_read_as_they_were_announced(
     first: list[list[int]], second: list[list[int]]
 ) -> None:
     ranks = min(len(first), len(second))
     rows = [
-        announce(pack(a), pack(b)).to_row()
+        announce(pack(*a), pack(*b)).to_row()
         for a, b in zip(first[:ranks], second[:ranks], strict=True)
     ]
     read = Announcements.from_rows(rows)
@@ -65,7 +61,7 @@ def test_documents_of_all_ranks_are_read_as_they_were_announced(
 
 @given(LENGTHS)
 def test_a_document_on_one_rank_is_announced_as_one_number(ranks: list[list[int]]) -> None:
-    sizes = {len(announce(pack(lengths)).to_row()) - len(lengths) for lengths in ranks}
+    sizes = {len(announce(pack(*lengths)).to_row()) - len(lengths) for lengths in ranks}
     assert sizes == {HEADER_SIZE + FIGURE_COUNT + 5}
 
 
@@ -85,7 +81,7 @@ def test_documents_over_ranks_are_read_with_their_ids_and_starts() -> None:
 @given(LENGTHS)
 def test_second_nano_batch_has_the_cut_document_as_context(ranks: list[list[int]]) -> None:
     ranks = [lengths or [1] for lengths in ranks]
-    second = [choose_cut(1, sum(lengths), pack(lengths), 1)[2][1] for lengths in ranks]
+    second = [choose_cut(1, sum(lengths), pack(*lengths), 1)[2][1] for lengths in ranks]
     (stated,) = Announcements.from_rows(
         [announce(one, key=KEY._replace(nano=2)).to_row() for one in second]
     ).read_documents()
@@ -118,14 +114,14 @@ def test_second_nano_batch_has_the_cut_document_as_context(ranks: list[list[int]
     ],
 )
 def test_differences_between_ranks_are_named(odd: dict[str, int], text: str) -> None:
-    rows = [announce(pack([3])).to_row(), announce(pack([3]), **odd).to_row()]
+    rows = [announce(pack(3)).to_row(), announce(pack(3), **odd).to_row()]
     with pytest.raises(DistCADesyncError) as caught:
         check_agreement(Announcements.from_rows(rows), FACTS, MadeUpGroup(2), "here")
     assert text in str(caught.value)
 
 
 def test_a_rank_that_asks_for_more_plans_is_named() -> None:
-    rows = [announce(pack([3])).to_row(), announce(pack([3]), pack([4])).to_row()]
+    rows = [announce(pack(3)).to_row(), announce(pack(3), pack(4)).to_row()]
     with pytest.raises(
         DistCADesyncError, match="different numbers of plans at once in here: rank 0: 1, rank 1: 2"
     ):
@@ -147,7 +143,7 @@ def test_hash_of_settings_covers_config_costs_and_dtypes() -> None:
 
 
 def test_many_documents_on_one_rank_lengthen_only_its_own_row() -> None:
-    many, few = announce(pack([1] * 1024)).to_row(), announce(pack([1024])).to_row()
+    many, few = announce(pack(*[1] * 1024)).to_row(), announce(pack(1024)).to_row()
     assert (len(many), len(few)) == (HEADER_SIZE + 10 + 1024, HEADER_SIZE + 10 + 1)
     (stated,) = Announcements.from_rows([many, few]).read_documents()
     assert stated.header[:, 3].tolist() == [1024, 1]

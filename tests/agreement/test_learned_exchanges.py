@@ -84,11 +84,6 @@ class Truth:
         return end - begin - self.kernel
 
 
-def read_placements(folder: Path) -> Iterator[tuple[str, Layout]]:
-    for path in sorted(folder.glob("*.json")):
-        yield path.stem, read_placement(path)
-
-
 def make_sample(plan: Plan, config: DistCAConfig, truth: Truth, world: str) -> RateSample:
     """Make the sample of one layer that ranks would gather."""
     keys = [PlanKey(SHAPE, "cuda", nano=nano) for nano in ((1, 2) if config.ping_pong else (0,))]
@@ -128,7 +123,7 @@ def find_errors(name: str, layout: Layout, ping_pong: bool) -> Iterator[str]:
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["serial", "ping-pong"])
 @pytest.mark.parametrize("folder", [MADE_UP, MADE_UP / "public"], ids=["made up", "real"])
 def test_exchange_factor_is_learned_whatever_ranks_wait_for(folder: Path, ping_pong: bool) -> None:
-    assert (known := dict(read_placements(folder)))
+    assert (known := {path.stem: read_placement(path) for path in sorted(folder.glob("*.json"))})
     assert not [
         line for name, layout in known.items() for line in find_errors(name, layout, ping_pong)
     ]

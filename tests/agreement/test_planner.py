@@ -8,13 +8,12 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from stand_ins import MadeUpGroup
+from stand_ins import MadeUpGroup, pack
 
 from device_events import Device
 from hf_distca.agreement import batch_plan as history_module
 from hf_distca.agreement.announce import FIGURE_COUNT, HEADER_SIZE, PlanKey
 from hf_distca.agreement.batch_plan import MicroBatchPlan
-from hf_distca.agreement.documents import Documents, PackedDocuments, TokenBatch
 from hf_distca.agreement.planner import Planner
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import DistCADesyncError
@@ -34,14 +33,10 @@ def make_planner(device: str = "cpu", **settings: float) -> Planner:
     return made
 
 
-def make_documents(*lengths: int) -> Documents:
-    return TokenBatch(1, sum(lengths), packed=PackedDocuments(lengths)).read_documents()
-
-
 def test_any_number_of_plans_takes_two_collectives() -> None:
     for count in (1, 5):
         group = MadeUpGroup(2)
-        plans = make_planner().plan([(make_documents(96), KEY)] * count, group)
+        plans = make_planner().plan([(pack(96), KEY)] * count, group)
         assert len(plans) == count
         assert group.gathered == ["planning micro-batch 1", "comparing plans of micro-batch 1"]
 
@@ -53,12 +48,12 @@ def test_different_plans_are_named_by_rank() -> None:
     with pytest.raises(
         DistCADesyncError, match="different plans for the same documents in micro-batch 1: rank 0: "
     ):
-        make_planner().plan([(make_documents(96), KEY)], MadeUpGroup(2, others))
+        make_planner().plan([(pack(96), KEY)], MadeUpGroup(2, others))
 
 
 def run(ours: Planner, group: MadeUpGroup, key: PlanKey, seconds: float) -> Meter:
     """Plan a micro-batch and pretend to compute it."""
-    (planned,) = ours.plan([(make_documents(96), key)], group)
+    (planned,) = ours.plan([(pack(96), key)], group)
     planned.meter.span("server", 0.0, seconds)
     return planned.meter
 
@@ -69,7 +64,7 @@ def test_only_gathering_measurements_waits_for_the_device() -> None:
     key = KEY._replace(device="cuda")
     with device.installed():
         for number in (1, 2, 3):
-            (planned,) = ours.plan([(make_documents(96), key)], group)
+            (planned,) = ours.plan([(pack(96), key)], group)
             begin = get_clock(torch.device("cuda"))()
             device.launch(float(number))
             planned.meter.span("server", begin, get_clock(torch.device("cuda"))())

@@ -195,12 +195,8 @@ def test_loader_makes_only_the_shares_of_its_rank(monkeypatch: pytest.MonkeyPatc
 
 def test_documents_may_be_arrays_of_tokens() -> None:
     rows = make_rows(LENGTHS)
-
-    class Arrays:
-        def __iter__(self) -> Iterator[Any]:
-            return (np.array(row["input_ids"], dtype=np.int32) for row in rows)
-
-    stream = StreamedShares(Arrays(), make_dealing(RANKS, TOKENS))
+    arrays = Around([np.array(row["input_ids"], dtype=np.int32) for row in rows])
+    stream = StreamedShares(arrays, make_dealing(RANKS, TOKENS))
     check_epoch([list(shard(stream, rank)) for rank in range(RANKS)], rows)
 
 

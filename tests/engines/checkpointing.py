@@ -103,6 +103,19 @@ def start_deepspeed() -> None:
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
+def make_zero_config(stage: int) -> dict[str, Any]:
+    """Make the configuration of DeepSpeed for a Trainer."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
 SWITCHES: dict[str, Callable[[PreTrainedModel], None]] = {
     "non-reentrant": make_switch({"use_reentrant": False}),
     "reentrant": make_switch({"use_reentrant": True}),

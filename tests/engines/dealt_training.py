@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpointing import start_deepspeed
+from checkpointing import make_zero_config, start_deepspeed
 from tiny_llama import settings
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -209,15 +209,7 @@ def _run_trainer(case: Case, folder: Path, output: str) -> tuple[list[float], An
         "save_steps": case.steps // 2,
     }
     if case.engine.startswith("ZeRO"):
-        options["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "train_batch_size": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": int(case.engine[-1])},
-            "zero_allow_untested_optimizer": True,
-        }
+        options["deepspeed"] = make_zero_config(int(case.engine[-1]))
     made = [_make_trainer(case, folder, options)]
     made[0].train()
     if case.resumed:

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from recorded import recorded
 from turns import in_turn
 
@@ -67,7 +67,7 @@ Plain = Callable[..., list[Any]]
 
 
 @pytest.fixture(scope="module")
-def plain(rank_pool: Callable[[int], RankPool]) -> Plain:
+def plain(rank_pool: RankPools) -> Plain:
     """Return a function that runs ranks without checkpointing, once for all tests."""
     return cache(lambda world, function, *args: rank_pool(world)(function, None, *args))
 
@@ -99,7 +99,7 @@ ALWAYS = [*product(ONE_OF_EACH_KIND, [(2, True)]), *product(["non-reentrant"], W
     ),
 )
 def test_checkpointing_repeats_no_kernel_call_and_no_exchange(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     plain: Plain,
     switch: str,
     world: int,
@@ -138,7 +138,7 @@ def interleave(
 
 @pytest.mark.parametrize("switch", ONE_OF_EACH_KIND)
 def test_recompute_after_other_forwards_repeats_nothing(
-    rank_pool: Callable[[int], RankPool], plain: Plain, switch: str
+    rank_pool: RankPools, plain: Plain, switch: str
 ) -> None:
     for (grads, counts), (want, wanted) in zip(
         rank_pool(2)(interleave, switch, 3), plain(2, interleave, 3), strict=True
@@ -164,7 +164,7 @@ def skip_backwards(rank: int, switch: str | None, skip: bool) -> dict[str, torch
 
 @pytest.mark.parametrize("switch", [None, *ONE_OF_EACH_KIND])
 def test_forwards_without_backward_change_no_later_gradient(
-    rank_pool: Callable[[int], RankPool], plain: Plain, switch: str | None
+    rank_pool: RankPools, plain: Plain, switch: str | None
 ) -> None:
     for got, want in zip(
         rank_pool(2)(skip_backwards, switch, True), plain(2, skip_backwards, False), strict=True
@@ -215,6 +215,6 @@ def measure_live_tensors(rank: int, switch: str | None) -> tuple[int, list[int]]
 
 
 @pytest.mark.parametrize("switch", in_turn([None, "reentrant", "non-reentrant"], 6))
-def test_live_bytes_do_not_grow(rank_pool: Callable[[int], RankPool], switch: str | None) -> None:
+def test_live_bytes_do_not_grow(rank_pool: RankPools, switch: str | None) -> None:
     for before, after in rank_pool(2)(measure_live_tensors, switch):
         assert max(after) <= before, (before, after)

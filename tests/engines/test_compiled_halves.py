@@ -4,14 +4,12 @@ taken turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import hf_distca
 from hf_distca.runtime.pingpong import run_nano_batches, yield_to_other_nano_batch
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import rows, settings, tiny_llama
 
 
@@ -59,6 +57,6 @@ def run_two_forwards(rank: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_compiled_layer_makes_the_attention_group(rank_pool: Callable[[int], RankPool]) -> None:
+def test_compiled_layer_makes_the_attention_group(rank_pool: RankPools) -> None:
     for compiled, plain in rank_pool(2)(run_two_forwards):
         assert compiled == pytest.approx(plain, rel=1e-6)

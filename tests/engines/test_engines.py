@@ -10,33 +10,7 @@ from matrix import Runs
 
 from engines import QUANTIZED, cases
 
-QUICK = [
-    Case("DDP", ping_pong=True),
-    Case("DDP, Trainer"),
-    Case("DDP, Trainer", ping_pong=True, accumulation=2),
-    Case("DDP, Trainer", "non-reentrant", peft=True, ping_pong=True),
-    Case("DDP, Trainer", precision="float32", ping_pong=True),
-    Case("DDP, Trainer", precision="bf16 weights", ping_pong=True),
-    Case("DDP, Trainer", precision="fp16", ping_pong=True),
-    Case("DDP, Trainer", accumulation=2),
-    Case("DDP, Trainer, base in 4 bits", "non-reentrant", peft=True, ping_pong=True),
-    Case("DDP, TRL SFT with packing", ping_pong=True),
-    Case("DDP, torch.compile", ping_pong=True),
-    Case("FSDP1", ping_pong=True),
-    Case("FSDP2, fully_shard", "reentrant", ping_pong=True),
-    Case("FSDP2, fully_shard", "non-reentrant", accumulation=2, precision="mixed"),
-    Case("FSDP1", "non-reentrant", accumulation=2, precision="mixed"),
-    Case("FSDP2, transformers", "non-reentrant", ping_pong=True),
-    Case("FSDP2, accelerate", "non-reentrant", ping_pong=True),
-    Case("FSDP2, accelerate", "non-reentrant", ping_pong=True, accumulation=2),
-    Case("ZeRO-1"),
-    Case("ZeRO-2", ping_pong=True),
-    Case("ZeRO-3", "non-reentrant"),
-    Case("ZeRO-3", "non-reentrant", ping_pong=True),
-    Case("ZeRO-2", precision="float32"),
-    Case("DDP, Trainer", ping_pong=True, ranks=4),
-]
-# Cases of the default run; the others of QUICK are slow tests.
+# Cases of the default run; all others are slow tests.
 ALWAYS = [
     Case("DDP, Trainer", precision="float32", ping_pong=True),
     Case("DDP, Trainer", ping_pong=True, accumulation=2),
@@ -45,8 +19,6 @@ ALWAYS = [
     Case("ZeRO-2", ping_pong=True),
     Case("ZeRO-3", "non-reentrant"),
 ]
-
-
 # Bounds for differences of losses and of gradient norms. With bfloat16 weights, norms are bfloat16
 # numbers, and may differ by one step.
 CLOSE = {
@@ -65,7 +37,16 @@ def runs() -> Iterator[Runs]:
     started.close()
 
 
-def check(runs: Runs, case: Case) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in ALWAYS else pytest.mark.slow)
+        for case in dict.fromkeys([*ALWAYS, Case("DDP, Trainer", accumulation=2), *cases()])
+    ],
+    ids=str,
+)
+def test_engine_with_distca_equals_sdpa(runs: Runs, case: Case) -> None:
     if case.engine in QUANTIZED:
         pytest.importorskip(
             "bitsandbytes", reason='a base in 4 bits needs pip install -e ".[quantization]"'
@@ -79,20 +60,3 @@ def check(runs: Runs, case: Case) -> None:
     assert outcome.loss_difference <= loss
     assert outcome.grad_norm_difference is not None
     assert outcome.grad_norm_difference <= norm
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.slow) for case in QUICK],
-    ids=str,
-)
-def test_engine_with_distca_equals_sdpa(runs: Runs, case: Case) -> None:
-    check(runs, case)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [case for case in cases() if case not in QUICK], ids=str)
-def test_engine_with_distca_equals_sdpa_in_the_whole_matrix(runs: Runs, case: Case) -> None:
-    check(runs, case)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from tiny_llama import load_sharded, micro_batch, settings
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 
 PAIRS_OF_TWO = [(0, 2), (1, 3), (0, 2), (1, 3)]
 ALL = [(0, 1, 2, 3)] * 4
@@ -31,6 +30,6 @@ def find_group(rank: int, sizes: dict[str, int]) -> tuple[int, ...]:
     ],
 )
 def test_attention_group_of_a_mesh_has_ranks_with_different_tokens(
-    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], groups: list[tuple[int, ...]]
+    rank_pool: RankPools, sizes: dict[str, int], groups: list[tuple[int, ...]]
 ) -> None:
     assert rank_pool(4)(find_group, sizes) == groups

@@ -23,7 +23,7 @@ from case import (
     describe_dtensors,
     prepare_model,
 )
-from checkpointing import start_deepspeed
+from checkpointing import make_zero_config, start_deepspeed
 from tiny_llama import LAYERS, load_model, load_sharded, row, tiny_llama
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +38,7 @@ from transformers import (
 )
 
 import hf_distca
-from tiny_runs import COMMON
+from tiny_runs import COMMON, make_tokenizer
 
 
 def run_trainer(
@@ -187,15 +187,7 @@ def check_sharding(trainer: Trainer) -> str:
 
 def zero(stage: int, case: Case, rank: int, implementation: str) -> Run:
     start_deepspeed()
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
+    config = make_zero_config(stage)
     return run_trainer(
         case, rank, implementation, partial(check_deepspeed, stage), deepspeed=config
     )
@@ -275,12 +267,8 @@ def accelerate_fsdp2(case: Case, rank: int, implementation: str) -> Run:
 def trl(case: Case, rank: int, implementation: str) -> Run:
     """Train with TRL's SFTTrainer, which packs the documents itself."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    words = {f"w{n}": n for n in range(59)} | {"<pad>": 59, "<eos>": 60}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     documents = [
         ids
         for n in range(case.ranks * case.steps * case.accumulation)
@@ -295,9 +283,7 @@ def trl(case: Case, rank: int, implementation: str) -> Run:
             prepare_model(case, tiny_llama(implementation)),
             arguments,
             train_dataset=Dataset.from_dict({"input_ids": documents}),
-            processing_class=PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-            ),
+            processing_class=make_tokenizer(),
             callbacks=[hf_distca.DistCACallback(case.settings)],
         )
         # Packing puts rows of long documents first. Alternate them with the others, so that work

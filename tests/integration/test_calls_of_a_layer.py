@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -26,21 +25,12 @@ from tiny_runs import pack, settings
 SOURCE = str(Path(hf_distca.__file__).parent)
 
 
-@pytest.fixture
-def calls() -> Callable[[int], dict[str, float]]:
-    """Return the counter of `benchmarks/host/host_calls.py`, run outside pytest's deep stack."""
+def test_python_calls_of_a_layer_are_bounded() -> None:
+    """A thread has a stack without the calls of pytest."""
     host_calls = import_benchmark("host_calls")
     hf_distca.configure()
-
-    def counter(documents: int) -> dict[str, float]:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(host_calls.measure_calls, documents).result()
-
-    return counter
-
-
-def test_python_calls_of_a_layer_are_bounded(calls: Callable[[int], dict[str, float]]) -> None:
-    found = calls(2)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(host_calls.measure_calls, 2).result()
     assert found["bare: a layer"] > 100, "a layer was counted"
     assert found["beyond bare: a layer"] <= 210
     assert found["beyond bare: a step besides"] <= 465

@@ -25,7 +25,7 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.plan import Plan
 from ranks import RankPools
 from recorded import counted_planning
-from tiny_runs import PAIRS, SIZES, VOCABULARY
+from tiny_runs import PAIRS, SIZES
 from turns import in_turn
 
 WINDOW = 24
@@ -63,10 +63,7 @@ def deal(ranks: int, kind: str, **changes: Any) -> Dealing:
 
 
 def draw_texts(number: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return [
-        torch.randint(1, VOCABULARY, (length,), generator=generator) for length in BATCHES[number]
-    ]
+    return [torch.tensor(ids) for ids in tiny_runs.documents(*BATCHES[number], seed=number)]
 
 
 def make_share(made: Dealing, number: int, rank: int) -> dict[str, Any]:
@@ -94,6 +91,13 @@ def get_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def sum_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Add the gradients of all ranks."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    return get_gradients(model)
 
 
 def compute_loss(model: Any, targets: torch.Tensor, number: int, **batch: Any) -> torch.Tensor:
@@ -142,14 +146,12 @@ def train_together(
             loss.backward()
             losses.append(loss.detach())
     sums = torch.stack(losses)
-    if ranks > 1:
-        dist.all_reduce(sums)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+    dist.all_reduce(sums)
+    grads = sum_gradients(model)
     figures = hf_distca.metrics(gather=True).figures()
     return (
         sums.tolist(),
-        get_gradients(model),
+        grads,
         planning,
         int(figures.get("distca/imbalance_measured_after", 0) > 0),
     )

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import IterableDatasetShard
 from accelerate.state import AcceleratorState
 from datasets.distributed import split_dataset_by_node
+from test_deal_trainer import LENGTHS, TOKENS, rows
 from torch.utils.data import DataLoader, Subset
 from transformers import (
     AutoConfig,
@@ -35,13 +36,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from ranks import RankPools
 from recorded import counted_planning
 
-LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
-TOKENS = 96  # in a global batch; two documents are longer
 SHAPE = AttentionShape(4, 2, 16, 16, 4)
-
-
-def make_documents() -> datasets.Dataset:
-    return datasets.Dataset.from_dict({"input_ids": tiny_runs.documents(*LENGTHS)})
 
 
 def make(ranks: int, **more: Any) -> Any:
@@ -123,13 +118,13 @@ def test_find_shares_sees_through_datasets_subsets_and_loaders() -> None:
     ):
         assert find_shares(wrapped) is shares
     stream = hf_distca.document_shares(
-        make_documents().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2
+        rows().to_iterable_dataset(), 48, shapes=[(SHAPE, None)], ranks=2
     )
     assert find_shares(DataLoader(IterableDatasetShard(stream))) is stream
     for other in (
         None,
-        make_documents(),
-        make_documents().with_transform(lambda rows: rows),
+        rows(),
+        rows().with_transform(lambda batch: batch),
         [1],
         "text",
         DataLoader([1]),
@@ -138,7 +133,7 @@ def test_find_shares_sees_through_datasets_subsets_and_loaders() -> None:
 
 
 def read_dealing(**how: Any) -> Any:
-    shares = find_shares(hf_distca.document_shares(make_documents(), 16, **how))
+    shares = find_shares(hf_distca.document_shares(rows(), 16, **how))
     assert shares is not None
     return shares.deal_settings
 
@@ -212,7 +207,7 @@ def test_data_set_without_a_length_becomes_a_stream_of_shares() -> None:
 
 
 def test_columns_that_the_model_takes_as_inputs_are_refused() -> None:
-    documents = make_documents().add_column("token_type_ids", [[0] * length for length in LENGTHS])
+    documents = rows().add_column("token_type_ids", [[0] * length for length in LENGTHS])
     hf_distca.document_shares(documents, 16, model=tiny_runs.tiny_llama("sdpa"))
     config = AutoConfig.for_model(
         "roberta", is_decoder=True, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
@@ -227,16 +222,16 @@ def test_wrong_arguments_of_document_shares_are_refused() -> None:
     with pytest.raises(
         hf_distca.ConfigError, match=r"model=NoneType is neither a model .* or shapes"
     ):
-        hf_distca.document_shares(make_documents(), 16)
+        hf_distca.document_shares(rows(), 16)
     with pytest.raises(hf_distca.ConfigError, match=r"shapes=\[\] is empty"):
-        hf_distca.document_shares(make_documents(), 16, shapes=[])
+        hf_distca.document_shares(rows(), 16, shapes=[])
     for wrong in ({"ranks": 0}, {"ranks": 2, "ranks_per_node": 3}, {"tokens_per_rank": 0}):
         with pytest.raises(hf_distca.ConfigError, match=r"ranks|tokens"):
             hf_distca.document_shares(
-                make_documents(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
+                rows(), **{"tokens_per_rank": 16, "model": LlamaConfig(), **wrong}
             )
     with pytest.raises(LayoutError, match="642 tokens together, but a global batch has 10000"):
-        hf_distca.document_shares(make_documents(), 10_000, model=LlamaConfig(), fill="cut")
+        hf_distca.document_shares(rows(), 10_000, model=LlamaConfig(), fill="cut")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +239,7 @@ def test_wrong_arguments_of_document_shares_are_refused() -> None:
 )
 def test_shuffled_documents_stay_whole_by_default(how: dict[str, Any], is_whole: bool) -> None:
     """Whole documents need another order, so documents in the given order are cut."""
-    dataset = hf_distca.document_shares(make_documents(), 200, shapes=[(SHAPE, None)], **how)
+    dataset = hf_distca.document_shares(rows(), 200, shapes=[(SHAPE, None)], **how)
     shares = find_shares(dataset)
     starts = [shares.batches.get_pieces(0, number).starts for number in range(len(shares.batches))]
     assert np.concatenate(starts).any() != is_whole

@@ -134,15 +134,18 @@ def test_torch_func_gradients_are_exact(rank_pool: RankPools, family: str, use_c
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+WITHOUT_BEGINNING = {
+    "input_ids": torch.ones(1, 10, dtype=torch.long),
+    "position_ids": torch.arange(10, 20)[None],
+    "distca_documents": PackedDocuments((10,), (10,), (7,)),
+    "use_cache": False,
+}
+
+
 def test_document_without_its_beginning_under_torch_func_is_refused() -> None:
     hf_distca.configure()
-    pieces = {"distca_documents": PackedDocuments((10,), (10,), (7,)), "use_cache": False}
-    ids = torch.ones(1, 10, dtype=torch.long)
     with pytest.raises(hf_distca.UnsupportedError, match=r"torch\.func"):
-        differentiate(
-            build_model(2, "distca", torch.float64),
-            {"input_ids": ids, "position_ids": torch.arange(10, 20)[None], **pieces},
-        )
+        differentiate(build_model(2, "distca", torch.float64), WITHOUT_BEGINNING)
 
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
@@ -174,15 +177,10 @@ def test_lone_rank_joins_segments_of_one_document(training: bool) -> None:
 def test_lone_rank_refuses_segments_without_a_beginning() -> None:
     hf_distca.configure()
     model = build_model(2, "distca", torch.float64)
-    positions = {
-        "input_ids": torch.ones(1, 10, dtype=torch.long),
-        "position_ids": torch.arange(10, 20)[None],
-    }
-    pieces = PackedDocuments((10,), (10,), (7,))
     with pytest.raises(LayoutError, match="must cover it from 0"):
-        model(**positions, distca_documents=pieces, use_cache=False)
+        model(**WITHOUT_BEGINNING)
     with pytest.raises(hf_distca.UnsupportedError, match="balance_evaluation=True"):
-        model.eval()(**positions, distca_documents=pieces, use_cache=False)
+        model.eval()(**WITHOUT_BEGINNING)
 
 
 def train_under_autocast(rank: int) -> tuple[list[int], list[str]]:

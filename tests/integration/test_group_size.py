@@ -24,6 +24,7 @@ from test_dealt import (
     get_gradients,
     make_share,
     settings,
+    sum_gradients,
     train_alone,
 )
 from torch.utils.data import DataLoader, DistributedSampler
@@ -42,11 +43,7 @@ LENGTHS = ([96, 1], [16] * 6, [64, 33], [24, 25, 48])
 
 
 def draw_batch(rank: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(rank)
-    texts = [
-        torch.randint(1, 61, (length,), generator=generator).tolist() for length in LENGTHS[rank]
-    ]
-    return hf_distca.PackingCollator()([{"documents": texts}])
+    return hf_distca.PackingCollator()([{"documents": documents(*LENGTHS[rank], seed=rank)}])
 
 
 def train_one_step(
@@ -147,9 +144,7 @@ def train_in_groups(rank: int) -> tuple[float, dict[str, torch.Tensor]]:
         loss.backward()
         total += loss.detach()
     dist.all_reduce(total)
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-    return total.item(), get_gradients(model)
+    return total.item(), sum_gradients(model)
 
 
 def test_global_batches_are_dealt_per_group(rank_pool: RankPools) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_deal_trainer import LENGTHS, TOKENS
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, default_data_collator
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -20,8 +21,6 @@ from hf_distca.data.global_batches import GlobalBatches
 from ranks import RankPools
 from tiny_runs import documents, losses, make_trainer, settings, share_documents, tiny_llama
 
-LENGTHS = (200, 7, 1, 33, 90, 64, 12, 150, 5, 80)
-TOKENS = 96  # in a global batch, on any number of ranks; two documents are longer
 STEPS = 3
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from test_prepare import build_mamba
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_distca
 from tiny_runs import SIZES, make_trainer, rows
@@ -34,8 +35,5 @@ def test_model_that_never_calls_distca_is_refused_after_one_step() -> None:
 
 
 def test_family_without_attention_is_refused_before_a_step() -> None:
-    config = MambaConfig(
-        hidden_size=16, num_hidden_layers=1, vocab_size=61, attn_implementation="distca"
-    )
     with pytest.raises(hf_distca.UnsupportedError, match="mamba"):
-        train(MambaForCausalLM(config))
+        train(build_mamba())

@@ -16,31 +16,20 @@ import torch
 from transformers import masking_utils
 
 import hf_distca
-from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.borrowed import without_dispatch_modes
 from hf_distca.integration.current_session import current_session
 from host_syncs import HostSyncError, NoHostSyncs
 from ranks import RankPools
-from tiny_runs import settings, tiny_llama
+from tiny_runs import pack, settings, tiny_llama
 
 LENGTHS = ([96], [24, 1, 23, 24, 24])
-
-
-def make_batch(rank: int) -> dict[str, Any]:
-    tokens = sum(LENGTHS[rank])
-    positions = torch.cat([torch.arange(length) for length in LENGTHS[rank]])[None]
-    ids = torch.randint(2, 61, (1, tokens), generator=torch.Generator().manual_seed(rank))
-    return {
-        "input_ids": ids,
-        "position_ids": positions,
-        "distca_documents": PackedDocuments(tuple(LENGTHS[rank])),
-    }
 
 
 def run_step(rank: int, told: bool) -> str:
     """Run a forward and backward; return the error if the host reads a watched tensor."""
     hf_distca.configure(settings())
-    model, inputs = tiny_llama("distca"), make_batch(rank)
+    model, inputs = tiny_llama("distca"), pack(*LENGTHS[rank])
+    del inputs["labels"]
     if not told:
         del inputs["distca_documents"]
     of_device = [

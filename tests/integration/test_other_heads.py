@@ -42,8 +42,27 @@ class Tagger(LlamaForTokenClassification):
     """A subclass whose name does not show the kind of its head."""
 
 
-class OwnHead(LlamaPreTrainedModel):
+class ReadsLabels:
     """A custom head with one label per token: it reads `labels` and has no output embedding."""
+
+    inner: str  # the attribute with the model under the head
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        logits = self.score(getattr(self, self.inner)(input_ids, **kwargs).last_hidden_state)
+        loss = cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        return TokenClassifierOutput(loss=loss / num_items_in_batch, logits=logits)
+
+
+class OwnHead(ReadsLabels, LlamaPreTrainedModel):
+    inner = "model"
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -51,39 +70,16 @@ class OwnHead(LlamaPreTrainedModel):
         self.score = torch.nn.Linear(config.hidden_size, 3)
         self.post_init()
 
-    def forward(
-        self,
-        input_ids: Any = None,
-        labels: Any = None,
-        num_items_in_batch: Any = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        logits = self.score(self.model(input_ids, **kwargs).last_hidden_state)
-        loss = cross_entropy(logits.flatten(0, 1), labels.flatten() % 3, reduction="none")
-        loss = (loss * (labels.flatten() != -100)).sum() / num_items_in_batch
-        return TokenClassifierOutput(loss=loss, logits=logits)
 
+class AroundModel(ReadsLabels, torch.nn.Module):
+    """A module that is no model of transformers."""
 
-class AroundModel(torch.nn.Module):
-    """A head like that of `OwnHead`, in a module that is no model of transformers."""
+    inner = "lm"
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config, self.lm = config, LlamaModel(config)
         self.score = torch.nn.Linear(config.hidden_size, 3)
-
-    def forward(
-        self,
-        input_ids: Any = None,
-        labels: Any = None,
-        num_items_in_batch: Any = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        logits = self.score(self.lm(input_ids, **kwargs).last_hidden_state)
-        loss = cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-        )
-        return TokenClassifierOutput(loss=loss / num_items_in_batch, logits=logits)
 
 
 class ShiftsLabels(LlamaForCausalLM):
@@ -217,14 +213,6 @@ def test_a_model_whose_own_loss_reads_labels_is_refused(rank_pool: RankPools) ->
         assert len(found) == len(OWN_LOSSES) + 1
         for name, said in found.items():
             assert "gives its logits no gradient, though shift_labels has targets" in said, name
-
-
-class Stream:
-    def __init__(self, some: list[dict[str, Any]]) -> None:
-        self.some = some
-
-    def __iter__(self) -> Any:
-        return iter(self.some)
 
 
 SINGLE = list(range(len(LENGTHS)))

@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_masks import build_model
 from test_prepare import opt
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, DataCollatorWithFlattening, PreTrainedModel
 
 import hf_distca
 from hf_distca.agreement.documents import PackedDocuments
@@ -68,18 +64,13 @@ def test_position_ids_of_whole_documents_are_not_checked() -> None:
 
 
 def build(implementation: str) -> PreTrainedModel:
-    torch.manual_seed(0)
     off = {
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "max_position_embeddings": 130,
     }
     config = AutoConfig.for_model("roberta", is_decoder=True, pad_token_id=1, **SIZES, **off)
-    return (
-        AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-        .double()
-        .train()
-    )
+    return build_model(config, implementation)
 
 
 TEXTS = [torch.tensor(text) for text in documents(40, 7, 1, 1, 23)]

@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -31,23 +31,15 @@ def hide_callers() -> Iterator[None]:
         yield
 
 
-class OnAMesh:
-    """Stands for the mesh manager of a model that was loaded with a `DistributedConfig`."""
-
-    def __init__(self, mesh: Any) -> None:
-        self.mesh = mesh
-
-    def get_mesh(self, _names: tuple[str, ...]) -> Any:
-        return self.mesh
-
-
 def train_on_a_mesh(rank: int, prepares: bool) -> tuple[int, bool, int, int]:
     """Train on a tensor-parallel mesh; return the group size, whether layers are cut, and groups
     made.
     """
     hf_distca.configure(settings(ping_pong=True))
     model = tiny_llama("distca")
-    model._mesh_manager = OnAMesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp")))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    # A model that was loaded with a `DistributedConfig` has a manager like this one.
+    model._mesh_manager = SimpleNamespace(mesh=mesh, get_mesh=lambda _names: mesh)
     wrapped = DistributedDataParallel(model)
     with (
         hide_callers(),
@@ -141,12 +133,15 @@ def test_layerdrop_is_accepted_if_no_layer_is_dropped() -> None:
     hf_distca.prepare(opt("sdpa", layerdrop=0.1))
 
 
+def build_mamba() -> MambaForCausalLM:
+    """Build a model without attention."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 61}
+    return MambaForCausalLM(MambaConfig(**sizes, attn_implementation="distca"))
+
+
 def test_unsupported_family_is_refused_by_prepare() -> None:
-    config = MambaConfig(
-        hidden_size=16, num_hidden_layers=1, vocab_size=16, attn_implementation="distca"
-    )
     with pytest.raises(hf_distca.UnsupportedError, match="mamba"):
-        hf_distca.prepare(MambaForCausalLM(config))
+        hf_distca.prepare(build_mamba())
 
 
 def test_prepare_of_a_model_under_sdpa_makes_no_group() -> None:

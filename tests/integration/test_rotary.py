@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from test_masks import build_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_distca
@@ -75,16 +76,11 @@ _SIZES = {
 
 
 def build_tiny(kind: tuple[str, str], implementation: str) -> PreTrainedModel:
-    torch.manual_seed(0)
     trained = TRAINED if kind[1] == "dynamic" else 4 * TRAINED
     config = CONFIG_MAPPING[kind[0]](max_position_embeddings=trained, **_SIZES, **ROPES[kind])
     if hasattr(config, "num_local_experts"):
         config._experts_implementation = "eager"
-    return (
-        AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-        .double()
-        .train()
-    )
+    return build_model(config, implementation)
 
 
 def draw_documents(number: int) -> list[torch.Tensor]:

@@ -10,7 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from test_dealt import BATCHES, build_model, deal, draw_texts, get_gradients, make_share, settings
+from test_dealt import (
+    BATCHES,
+    build_model,
+    deal,
+    draw_texts,
+    get_gradients,
+    make_share,
+    settings,
+    sum_gradients,
+)
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
 import hf_distca
@@ -77,13 +86,8 @@ def distill(
         losses.append(loss.detach())
     sums = torch.stack(losses)
     dist.all_reduce(sums)
-    for parameter in student.parameters():
-        dist.all_reduce(parameter.grad)
-    return (
-        sums.tolist(),
-        get_gradients(student),
-        all(p.grad is None for p in teacher.parameters()),
-    )
+    is_frozen = all(p.grad is None for p in teacher.parameters())
+    return sums.tolist(), sum_gradients(student), is_frozen
 
 
 @pytest.mark.parametrize(

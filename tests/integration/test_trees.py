@@ -80,29 +80,25 @@ def pack_tree(rank: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
 
 def train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor], int]:
     """Train on a rank's samples, alone or as a tree; return loss, gradients and sent bytes."""
-    with Float64Throughout():
-        return _train(rank, form, world)
-
-
-def _train(rank: int, form: str, world: int) -> tuple[float, list[torch.Tensor], int]:
     hf_distca.configure(settings())
     model = tiny_llama("distca" if form != "alone" else "sdpa").double()
-    if form == "alone":
-        parts = []
-        for tokens, prompt, _ in draw_samples(rank):
-            logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
-            parts.append((logits[prompt - 1 : -1], tokens[prompt:]))
-        logits = torch.cat([part for part, _ in parts])
-        targets = torch.tensor([token for _, text in parts for token in text])
-    else:
-        batch, places, targets = pack_tree(rank)
-        if form == "parents":
-            tree = read_tree(batch)
-            batch = {name: batch[name] for name in ("input_ids", "position_ids")}
-            batch["distca_documents"] = tree
-        logits = model(**batch, use_cache=False).logits[0, places]
-    loss = score(logits, targets)
-    loss.backward()
+    with Float64Throughout():
+        if form == "alone":
+            parts = []
+            for tokens, prompt, _ in draw_samples(rank):
+                logits = model(input_ids=torch.tensor(tokens)[None], use_cache=False).logits[0]
+                parts.append((logits[prompt - 1 : -1], tokens[prompt:]))
+            logits = torch.cat([part for part, _ in parts])
+            targets = torch.tensor([token for _, text in parts for token in text])
+        else:
+            batch, places, targets = pack_tree(rank)
+            if form == "parents":
+                tree = read_tree(batch)
+                batch = {name: batch[name] for name in ("input_ids", "position_ids")}
+                batch["distca_documents"] = tree
+            logits = model(**batch, use_cache=False).logits[0, places]
+        loss = score(logits, targets)
+        loss.backward()
     grads = [p.grad for p in model.parameters()]
     for grad in grads if world > 1 else ():
         dist.all_reduce(grad)

@@ -5,7 +5,6 @@ of distca.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from hf_distca.agreement.record_rows import RECORD_NAME
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import dispatches, losses, make_trainer, rows, settings
 
 
@@ -59,7 +58,7 @@ def list_files(folder: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_resumes_under_another_attention_implementation(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, ping_pong: bool
+    rank_pool: RankPools, tmp_path: Path, ping_pong: bool
 ) -> None:
     pool = rank_pool(2)
     folders = {name: tmp_path / name for name in ("distca", "sdpa")}

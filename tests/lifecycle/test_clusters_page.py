@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from test_run import write_executable
 from two_nodes import TESTS, Command, Node
 
 from pages import ROOT, on_a_page, words_of
@@ -85,12 +86,6 @@ def test_doctor_on_two_nodes_prints_only_on_the_first_node(nodes: list[Node], fo
     assert "attention group" not in running[1].output, "only rank 0 prints"
 
 
-def write_executable(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-
-
 def test_slurm_script_trains_with_fake_slurm_commands(nodes: list[Node], folder: Path) -> None:
     """Run the lines of the script with fake commands that do what Slurm documents."""
     subprocess.run(["bash", "-n", ROOT / "examples/slurm.sh"], check=True)
@@ -108,7 +103,7 @@ def test_slurm_script_trains_with_fake_slurm_commands(nodes: list[Node], folder:
     )
     each = [f'SLURM_NODEID={node.number} {shlex.join(node.inside([]))} "$@" &' for node in nodes]
     write_executable(
-        folder / "bin" / "srun", "\n".join(['[[ "$1" == --* ]] && shift', *each, "wait -n && wait"])
+        folder / "bin" / "srun", '[[ "$1" == --* ]] && shift', *each, "wait -n && wait"
     )
     command = shlex.join(words_of("sbatch examples/slurm.sh train.py"))
     path = os.pathsep.join(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -15,17 +15,16 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_distca
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import (
     COMMON,
-    VOCABULARY,
     dispatches,
     documents,
     losses,
+    make_tokenizer,
     make_trainer,
     rows,
     settings,
@@ -91,7 +90,7 @@ def train(
     ("ping_pong", "balance_evaluation"), in_turn([(False, False), (True, False), (True, True)], 3)
 )
 def test_evaluation_and_generation_during_training_equal_sdpa(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool, balance_evaluation: bool
+    rank_pool: RankPools, ping_pong: bool, balance_evaluation: bool
 ) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, ping_pong, balance_evaluation) for name in ("distca", "sdpa"))
@@ -128,7 +127,7 @@ def generate_in_training_mode(rank: int, ping_pong: bool) -> tuple[int, list[int
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_model_in_training_mode_generates_on_one_rank_alone(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     for alone, trained in rank_pool(2)(generate_in_training_mode, ping_pong):
         assert alone == 0 < trained
@@ -182,15 +181,12 @@ def evaluate_one(ranks: int, kind: str, form: str) -> dict[str, float]:
     else:
         from trl import SFTConfig, SFTTrainer
 
-        words = models.WordLevel(
-            {str(number): number for number in range(VOCABULARY)}, unk_token="0"
-        )
-        token = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1"
-        )
-        config = SFTConfig(**args, max_length=None)
         trainer = SFTTrainer(
-            model, config, train_dataset=make_set(), eval_dataset=sets, processing_class=token
+            model,
+            SFTConfig(**args, max_length=None),
+            train_dataset=make_set(),
+            eval_dataset=sets,
+            processing_class=make_tokenizer(),
         )
     if form == "with metrics" and kind == "Trainer":
         trainer.compute_metrics = count_right
@@ -227,7 +223,7 @@ def compute_mean_loss(numbers: tuple[int, ...] = tuple(range(len(EVALUATED)))) -
     "counts", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=str
 )
 def test_loss_of_dealt_evaluation_is_the_mean_over_targets(
-    rank_pool: Callable[[int], RankPool], counts: tuple[int, ...]
+    rank_pool: RankPools, counts: tuple[int, ...]
 ) -> None:
     pytest.importorskip("trl", reason='needs pip install -e ".[trl]"')
     cases = list(product(KINDS, FORMS))

@@ -18,7 +18,7 @@ from pages import ROOT, words_of
 from tiny_runs import VOCABULARY, documents, tiny_llama
 
 LENGTHS = (200, 7, 3, 33, 90, 64, 12, 150, 5, 80)
-LAUNCH = (
+*LAUNCH, _ = words_of(
     "accelerate launch --config_file configs/accelerate/cpu_2_processes.yaml"
     " examples/finetune_long_documents.py"
 )
@@ -129,8 +129,7 @@ def test_first_script_of_a_page_trains_like_one_process(
     page: str, precision: str, tmp_path: Path
 ) -> None:
     write_model_and_documents(tmp_path)
-    *launch, _ = words_of(LAUNCH)
-    ours = train(read_script(page, 48, "distca", precision), tmp_path, launch)
+    ours = train(read_script(page, 48, "distca", precision), tmp_path, LAUNCH)
     theirs = train(read_script(page, 96, "sdpa", precision), tmp_path, ["python"])
     assert len(theirs["loss"]) == 6
     # In half precision, gradient norms differ by more.
@@ -223,8 +222,7 @@ def join_blocks(page: str) -> str:
 @pytest.mark.parametrize("page", BLOCKS)
 def test_other_code_blocks_of_pages_train_in_half_precision(page: str, tmp_path: Path) -> None:
     write_model_and_documents(tmp_path)
-    *launch, _ = words_of(LAUNCH)
-    trained = train(join_blocks(page), tmp_path, launch)
+    trained = train(join_blocks(page), tmp_path, LAUNCH)
     assert [len(losses) for losses in trained] == STEPS[page]
     assert all(0 < loss < 10 for losses in trained for loss in losses)
 
@@ -260,8 +258,7 @@ def test_code_blocks_for_training_loops_run_on_one_process() -> None:
 def test_shares_may_be_made_before_accelerate_starts(tmp_path: Path) -> None:
     write_model_and_documents(tmp_path)
     (tmp_path / "train.py").write_text(SHARES_FIRST)
-    *launch, _ = words_of(LAUNCH)
-    scripts.run([*launch, str(tmp_path / "train.py")], tmp_path)
+    scripts.run([*LAUNCH, str(tmp_path / "train.py")], tmp_path)
     assert [(tmp_path / f"rank_{rank}.txt").read_text() for rank in range(2)] == [
         "(2, {'cpu'}, 2)"
     ] * 2

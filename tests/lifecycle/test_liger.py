@@ -11,7 +11,6 @@ import pytest
 from test_first_script import LAUNCH, read_script, train, write_model_and_documents
 
 from checkpointed import ARGUMENT
-from pages import words_of
 from test_example import run_program
 
 # Triton's interpreter replaces the GPU. It cannot run Liger's other two kernels for Llama.
@@ -34,13 +33,12 @@ def test_fused_loss_of_liger_on_two_ranks_equals_sdpa_on_one_process(
     pytest.importorskip("liger_kernel", reason="needs pip install liger-kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     write_model_and_documents(tmp_path)
-    *launch, _ = words_of(LAUNCH)
     page = "docs/long_documents.md"
     fused = read_script(page, 48, "distca", "float32")
     fused = fused.replace("max_steps=6, ", f"max_steps=6, {LIGER}{OFFLOADED}")
     fused = fused.replace("trainer.train()\n", f"trainer.train(){USED}")
     (tmp_path / "train.py").write_text(UNPINNED + fused)
-    run_program([*launch, str(tmp_path / "train.py")], tmp_path, 140)
+    run_program([*LAUNCH, str(tmp_path / "train.py")], tmp_path, 140)
     ours = json.loads((tmp_path / "logged.json").read_text())
     theirs = train(read_script(page, 96, "sdpa", "float32"), tmp_path, ["python"])
     assert len(theirs["loss"]) == 6

@@ -5,7 +5,7 @@ does after a failure.
 from __future__ import annotations
 
 import tempfile
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hf_distca.agreement.documents import PackedDocuments
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
 from hf_distca.schedule.cost import AttentionShape
-from ranks import RankPool
+from ranks import RankPool, join_world
 from tiny_runs import PAIRS, dispatches, settings, tiny_llama
 
 LENGTHS = ([96], [24, 1, 23, 24, 24])
@@ -64,17 +64,6 @@ def losses(rank: int, failure: str, numbers: range, fails: bool) -> list[float]:
     return seen
 
 
-def begin_world(rank: int, store: str) -> None:
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-
-
 def fail_and_begin_again(
     rank: int, folder: str
 ) -> dict[str, tuple[str, list[float], list[float], bool]]:
@@ -89,7 +78,8 @@ def fail_and_begin_again(
             error = "none"
         except (hf_distca.DistCADesyncError, LayoutError) as raised:
             error = f"{type(raised).__name__}: {raised}"
-        begin_world(rank, f"{folder}/{failure}, again")
+        dist.destroy_process_group()
+        join_world(rank, 2, Path(folder, f"{failure}, again"))
         before = dispatches()
         again = losses(rank, failure, range(4), fails=False)
         hf_distca.metrics(gather=True)

@@ -6,7 +6,6 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from socket import create_server
 from typing import Any
@@ -23,8 +22,9 @@ from hf_distca.runtime.monitor import AwaitedThread
 from ranks import join_world
 
 
-def wait_for_exit(ranks: list[ForkServerProcess]) -> list[int | None]:
-    """Wait for the ranks and return their exit statuses."""
+def run_two_ranks(ends: Callable[[int, Path], None], folder: Path) -> list[int | None]:
+    """Run a function on two ranks and return their exit statuses."""
+    ranks = [forks.start(ends, rank, folder) for rank in range(2)]
     try:
         for rank in ranks:
             rank.join(60)
@@ -120,7 +120,7 @@ def test_process_ends_after_threads_of_hf_distca_return(
     """The process aborts if a thread returns from a call of torch while the interpreter ends."""
     with create_server(("127.0.0.1", 0)) as listening:
         (tmp_path / "port").write_text(str(listening.getsockname()[1]))
-    assert wait_for_exit([forks.start(ends, rank, tmp_path) for rank in range(2)]) == [0, 0]
+    assert run_two_ranks(ends, tmp_path) == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("*came back")) == [
         "0 came back",
         "1 came back",
@@ -128,10 +128,5 @@ def test_process_ends_after_threads_of_hf_distca_return(
 
 
 def test_process_ends_after_late_threads_of_libraries_return(tmp_path: Path) -> None:
-    assert wait_for_exit(
-        [forks.start(ends_with_a_late_thread, rank, tmp_path) for rank in range(2)]
-    ) == [
-        0,
-        0,
-    ]
+    assert run_two_ranks(ends_with_a_late_thread, tmp_path) == [0, 0]
     assert sorted(path.name for path in tmp_path.glob("*let go")) == ["0 let go", "1 let go"]

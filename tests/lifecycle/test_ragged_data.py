@@ -4,7 +4,7 @@ end early.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback
 
 import hf_distca
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import VOCABULARY, Row, dispatches, documents, losses, make_trainer, rows
 from turns import in_turn
 
@@ -56,7 +56,7 @@ OWN_READING = {"accelerator_config": {"dispatch_batches": False}}
     ids=["last batch uneven", "last accumulation short", "last batch dropped", "stream"],
 )
 def test_epochs_that_end_in_partial_batches_train_as_under_sdpa(
-    rank_pool: Callable[[int], RankPool], stream: bool, arguments: dict[str, Any]
+    rank_pool: RankPools, stream: bool, arguments: dict[str, Any]
 ) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(train, name, stream, arguments) for name in ("distca", "sdpa"))
@@ -84,7 +84,7 @@ def train_on_dispatched_batches(rank: int, arguments: dict[str, Any]) -> str:
     ids=["default settings", "split batches"],
 )
 def test_dispatched_batches_are_refused_on_every_rank(
-    rank_pool: Callable[[int], RankPool], arguments: dict[str, Any]
+    rank_pool: RankPools, arguments: dict[str, Any]
 ) -> None:
     for message in rank_pool(2)(train_on_dispatched_batches, arguments):
         assert 'accelerator_config={"dispatch_batches": False}' in message
@@ -106,7 +106,7 @@ def read_dispatched_batches(rank: int, lengths: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("lengths", [(8, 8), (8, 9)], ids=["equal rows", "rows of two lengths"])
 def test_error_names_dispatch_batches_without_the_callback(
-    rank_pool: Callable[[int], RankPool], lengths: tuple[int, ...]
+    rank_pool: RankPools, lengths: tuple[int, ...]
 ) -> None:
     message, _ = rank_pool(2)(read_dispatched_batches, lengths)
     assert "dispatch_batches" in message
@@ -147,9 +147,7 @@ def read(rank: int, numbers: Sequence[int]) -> tuple[int, list[int]]:
 @pytest.mark.parametrize(
     "numbers", [list(range(2, 10)), tuple(range(2, 10))], ids=["8 shards", "1 shard"]
 )
-def test_each_rank_gets_its_share_of_a_stream(
-    rank_pool: Callable[[int], RankPool], numbers: Sequence[int]
-) -> None:
+def test_each_rank_gets_its_share_of_a_stream(rank_pool: RankPools, numbers: Sequence[int]) -> None:
     """datasets makes a shard of each item of a list. accelerate deals out shards if there are
     enough, and documents otherwise.
     """
@@ -183,7 +181,7 @@ def stop_early(
     return [*losses(trainer), after], trainer.state.global_step, trainer.state.best_metric
 
 
-def test_early_stopping_equals_sdpa(rank_pool: Callable[[int], RankPool], tmp_path: Any) -> None:
+def test_early_stopping_equals_sdpa(rank_pool: RankPools, tmp_path: Any) -> None:
     pool = rank_pool(2)
     ours, theirs = (pool(stop_early, name, str(tmp_path / name)) for name in ("distca", "sdpa"))
     for (run, steps, best), (plain, plain_steps, plain_best) in zip(ours, theirs, strict=True):

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+import cli_runs
 import hf_distca
 import scripts
 from hf_distca.schedule.cost import AttentionShape, CostModel
-from hf_distca.tools.cli import app
 from hf_distca.tools.run import Options, find_command, read_options
 from pages import ROOT, words_of
 
@@ -142,22 +141,11 @@ def test_child_interpreters_of_a_command_train_under_distca(script: Path, tmp_pa
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.was_customized = True\n")
-    program, *ours = words_of(
-        "hf-distca run --attn-implementation distca accelerate launch train.py"
-    )[:-3]
+    ours = words_of("hf-distca run --attn-implementation distca accelerate launch train.py")[2:-3]
     ours += words_of("hf-distca run --config distca.yaml accelerate launch train.py")[2:-3]
     command = [*ours, str(starter), config, str(script), "--output", str(tmp_path)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
-    }
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(program)), *command],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
+    done = run_in_interpreter(*command, folder=tmp_path, timeout=180, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert (seen["world"], seen["attention"], seen["customized"]) == (2, "distca", True)
@@ -226,9 +214,8 @@ def test_wrong_settings_are_a_one_line_error_before_the_script_starts(
     Path("train.py").write_text("raise SystemExit('this has started')")
     if written is not None:
         Path("distca.yaml").write_text(written)
-    done = CliRunner().invoke(app, ["run", "--config", "distca.yaml", *words.split(), "train.py"])
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-    assert said in done.stderr
+    done = cli_runs.run("run", "--config", "distca.yaml", *words.split(), "train.py")
+    cli_runs.check_one_line(done, said)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +250,7 @@ def test_options_of_another_version_are_refused_by_every_process(text: str, tmp_
     path = os.pathsep.join([str(child_start), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HF_DISTCA_RUN", text)
-        run = CliRunner().invoke(app, ["run", str(tmp_path / "train.py")])
+        run = cli_runs.run("run", tmp_path / "train.py")
     child = subprocess.run(
         [sys.executable, tmp_path / "train.py"],
         env=os.environ | {"HF_DISTCA_RUN": text, "PYTHONPATH": path},
@@ -305,7 +292,7 @@ def test_dealing_without_distca_attention_prints_a_note_at_the_start(
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     monkeypatch.setattr("hf_distca.tools.run.run_command", lambda *_: None)
-    done = CliRunner().invoke(app, ["run", *words])
+    done = cli_runs.run("run", *words)
     assert done.exit_code == 0
     assert (
         "--instead-of sdpa" in done.stderr and "--attn-implementation distca" in done.stderr
@@ -372,7 +359,7 @@ def test_command_passes_arguments_to_the_script_and_returns_its_status(tmp_path:
 
 
 def run_in_interpreter(
-    *words: str | Path, folder: Path, path: str = "", **changes: str
+    *words: str | Path, folder: Path, path: str = "", timeout: float = 60, **changes: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `hf-distca run` with these words, in a new interpreter."""
     program = str(Path(sys.executable).with_name("hf-distca"))
@@ -383,13 +370,13 @@ def run_in_interpreter(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
     )
 
 
 def write_executable(path: Path, *lines: str) -> Path:
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.write_text("\n".join(["#!/bin/bash", *lines, ""]))
     path.chmod(0o755)
     return path
 
@@ -457,9 +444,7 @@ def test_command_that_cannot_run_is_a_one_line_error(
         (["--instead-of", "flex_attention", "train.py"], "cannot stand in for 'flex_attention'"),
         ([], "Missing argument 'script'"),
     ):
-        done = CliRunner().invoke(app, ["run", *words])
-        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-        assert said in done.stderr
+        cli_runs.check_one_line(cli_runs.run("run", *words), said)
 
 
 def test_module_runs_under_its_name_with_its_arguments(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import hf_distca
-from ranks import RankPool
+from ranks import RankPools, join_world
 from tiny_runs import dispatches, documents, losses, make_trainer, rows, settings, tiny_llama
 from turns import in_turn
 
@@ -60,7 +58,7 @@ def switch(
 
 @pytest.mark.parametrize("ping_pong", in_turn([False, True], 2))
 def test_attention_implementation_may_change_during_a_run(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     pool = rank_pool(2)
     ours, theirs = pool(switch, {2: "distca", 4: "sdpa"}, ping_pong), pool(switch, {}, ping_pong)
@@ -102,9 +100,7 @@ def train_with_a_reference(
 
 
 @pytest.mark.parametrize("mode", in_turn(["eval", "train", "with gradients"], 3))
-def test_two_alternating_models_train_as_under_sdpa(
-    rank_pool: Callable[[int], RankPool], mode: str
-) -> None:
+def test_two_alternating_models_train_as_under_sdpa(rank_pool: RankPools, mode: str) -> None:
     pool = rank_pool(2)
     theirs = pool(train_with_a_reference, "sdpa", "sdpa", mode, False)
     for policy, reference, ping_pong in (
@@ -138,13 +134,7 @@ def train_around_the_start(rank: int, store: str, used_before: bool) -> list[int
     moved.append(dispatches())
     # Forward without a process group, and backward after one has started.
     loss = model(**batch(rank), use_cache=False).loss
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, 2),
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(0, 60),
-    )
+    join_world(rank, 2, Path(store))
     model.zero_grad()
     loss.backward()
     torch.testing.assert_close(
@@ -157,7 +147,7 @@ def train_around_the_start(rank: int, store: str, used_before: bool) -> list[int
 
 @pytest.mark.parametrize("used_before", [False, True])
 def test_model_used_before_the_process_group_starts_trains_after_it(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, used_before: bool
+    rank_pool: RankPools, tmp_path: Path, used_before: bool
 ) -> None:
     for with_group, alone, begun_alone, together in rank_pool(2)(
         train_around_the_start, str(tmp_path / "store"), used_before

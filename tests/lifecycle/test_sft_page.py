@@ -18,7 +18,7 @@ from test_first_script import (
     write_rows,
 )
 
-from pages import ROOT, words_of
+from pages import ROOT
 
 PAGE = ROOT / "docs" / "sft_before_after.md"
 _BLOCK = re.compile(r"## ([^\n]+)\n\n```python\n(.*?)```\n\n```diff\n(.*?)```", re.DOTALL)
@@ -79,11 +79,10 @@ def test_scripts_of_the_page_train_like_one_process(
     write_model_and_documents(tmp_path)
     write_rows(tmp_path / "chats.jsonl", prompts=True)
     script, change = CHANGES[heading]
-    *launch, _ = words_of(LAUNCH)
     bf16, bound = precision == "bfloat16", PRECISIONS[precision][1]
     assert np.isfinite(train(make_small(script, bf16), tmp_path, ["python"])["loss"]).all()
     after = make_small(apply_diff(script, change), bf16)
-    ours = train(after.replace("16384", "48"), tmp_path, launch)
+    ours = train(after.replace("16384", "48"), tmp_path, LAUNCH)
     alone = after.replace("16384", "96").replace('"distca"', '"sdpa"')
     theirs = train(alone, tmp_path, ["python"])
     assert len(theirs["loss"]) == 4

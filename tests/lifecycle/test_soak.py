@@ -8,7 +8,6 @@ import gc
 import hashlib
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from torch.nn.functional import cross_entropy
 
 import hf_distca
 from checkpointed import checkpoint_layers, keep_activations
-from ranks import RankPool
-from tiny_runs import dispatches, settings, tiny_llama
+from ranks import RankPool, RankPools
+from tiny_runs import VOCABULARY, dispatches, settings, tiny_llama
 
-VOCABULARY = 61
 PAGE = 4096
 # Steps between two measurements of a process's resources, and the share of measurements that count
 # as warm-up.
@@ -129,7 +127,7 @@ def assert_equal_training(ours: list[Soak], again: list[Soak], plain: list[Soak]
 
 
 def test_same_seed_gives_the_same_bits_and_the_losses_of_sdpa(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
 ) -> None:
     pool = rank_pool(2)
     assert_equal_training(

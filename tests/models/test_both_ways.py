@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings
 
 SIZES = {
@@ -106,7 +105,7 @@ def share(rank: int, kind: str, world: int) -> tuple[list[torch.Tensor], dict[st
 def test_packed_documents_equal_each_document_alone(
     kind: str,
     world: int,
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with quiet(), Float64Throughout():

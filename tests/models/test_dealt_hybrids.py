@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 from dealt_hybrids import BATCHES, Case, Run, train, train_on_other_documents
 
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 THREE = ("qwen3_next", "olmo_hybrid", "nemotron_h")
@@ -66,7 +65,7 @@ def train_alone(
     ),
 )
 def test_cut_documents_train_like_whole_documents_on_one_process(
-    case: Case, rank_pool: Callable[[int], RankPool]
+    case: Case, rank_pool: RankPools
 ) -> None:
     want = train_alone(case.model_type, case.lora, case.evaluation, case.steps)
     ranks: list[Run] = rank_pool(case.ranks)(train, case, timeout=300)
@@ -86,7 +85,7 @@ def test_cut_documents_train_like_whole_documents_on_one_process(
 @pytest.mark.parametrize("what", BATCHES)
 @pytest.mark.parametrize("model_type", in_turn(["nemotron_h", "lfm2"], 2))
 def test_ranks_with_different_documents_raise_desync_errors(
-    model_type: str, what: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, what: str, rank_pool: RankPools
 ) -> None:
     """The error comes before states are sent: messages of unequal sizes would end a process."""
     pool = rank_pool(2)

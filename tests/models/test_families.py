@@ -7,7 +7,6 @@ runs all types.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ from hf_distca.integration.families import (
     REFUSAL_REASONS,
     check_family,
 )
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 WORKING = [name for name in MODEL_TYPES if FAMILIES.get(name) in PROVEN_GROUPS]
@@ -128,7 +127,7 @@ def test_table_proves_or_refuses_cut_documents_of_every_type() -> None:
     "model_type", in_turn(WORKING, ONE_IN, ("llama", "lfm2", *CALLED_OTHERWISE))
 )
 def test_table_has_the_status_of_documents_over_two_ranks(
-    model_type: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, rank_pool: RankPools
 ) -> None:
     found = over_ranks(rank_pool(2), measure(model_type))
     assert found == families.WHOLE_DOCUMENT_FAMILIES.get(model_type, "OVER_RANKS")
@@ -140,7 +139,7 @@ def test_table_has_the_status_of_documents_over_two_ranks(
     in_turn([name for name in WORKING if FAMILIES[name] == "PACKED"], ONE_IN, ("nemotron_h",)),
 )
 def test_recurrent_layers_are_exact_over_four_ranks(
-    model_type: str, placement: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, placement: str, rank_pool: RankPools
 ) -> None:
     """In float32, results are as close as those of whole documents."""
     errors = {}
@@ -161,7 +160,7 @@ def test_recurrent_layers_are_exact_over_four_ranks(
     ["jamba", "minimax", "recurrent_gemma", "zamba", "zaya", "bart", "whisper", "llama4_text"],
 )
 def test_cut_documents_of_unproven_types_are_refused_on_all_ranks(
-    model_type: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, rank_pool: RankPools
 ) -> None:
     for error in rank_pool(2)(share, Case(model_type, torch.float64, CUT, table=True)):
         assert isinstance(error, str)
@@ -173,7 +172,7 @@ def test_cut_documents_of_unproven_types_are_refused_on_all_ranks(
 
 @pytest.mark.parametrize("model_type", ["jamba", "bart", "whisper"])
 def test_types_that_refuse_cut_documents_compute_whole_documents(
-    model_type: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, rank_pool: RankPools
 ) -> None:
     measured = measure(model_type)
     case = Case(model_type, torch.float64, WHOLE, table=True)
@@ -208,14 +207,12 @@ def start(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", in_turn(WORKING, ONE_IN, PAIRED))
-def test_two_ranks_equal_each_document_alone(
-    model_type: str, rank_pool: Callable[[int], RankPool]
-) -> None:
+def test_two_ranks_equal_each_document_alone(model_type: str, rank_pool: RankPools) -> None:
     check_two_ranks(rank_pool(2), measure(model_type))
 
 
 @pytest.mark.parametrize("model_type", in_turn(sorted(PING_PONG_FAMILIES), ONE_IN, PAIRED[-3:]))
 def test_halves_on_two_ranks_equal_each_document_alone(
-    model_type: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, rank_pool: RankPools
 ) -> None:
     check_two_ranks(rank_pool(2), measure(model_type), ping_pong=True)

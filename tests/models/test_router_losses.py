@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from compare import documents, quiet
@@ -11,7 +9,7 @@ from tiny import build
 
 import hf_distca
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings
 
 # The implementation to compare with. gpt-oss has no sdpa, and with eager its packed documents leak,
@@ -59,7 +57,7 @@ def compare(rank: int, model_type: str) -> tuple[dict[str, float], int]:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_router_losses_and_gradients_are_unchanged_on_two_ranks(
-    model_type: str, rank_pool: Callable[[int], RankPool]
+    model_type: str, rank_pool: RankPools
 ) -> None:
     for differences, sent in rank_pool(2)(compare, model_type):
         assert sent, "nothing was exchanged, so nothing was tested"

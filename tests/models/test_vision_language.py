@@ -28,7 +28,7 @@ from transformers import (
 import hf_distca
 from float64 import Float64Throughout
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings
 
 IMAGE, START, END = 5, 6, 7  # tokens
@@ -87,6 +87,12 @@ def _gemma4(**changes: Any) -> PreTrainedConfig:
     )
 
 
+def _paligemma(text: dict[str, Any]) -> PreTrainedConfig:
+    return PaliGemmaConfig(
+        text_config=text, vision_config=SIGLIP, image_token_id=IMAGE, projection_dim=64
+    )
+
+
 def _molmo2() -> PreTrainedConfig:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     vision = {**heads, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -105,17 +111,9 @@ SEEING_AHEAD: dict[str, Callable[[], PreTrainedConfig]] = {
         text_config=WINDOWED, vision_config=SIGLIP, mm_tokens_per_image=16, image_token_id=IMAGE
     ),
     "gemma4": _gemma4,
-    "paligemma": lambda: PaliGemmaConfig(
-        text_config={**TEXT, "model_type": "gemma", "head_dim": 16},
-        vision_config=SIGLIP,
-        image_token_id=IMAGE,
-        projection_dim=64,
-    ),
-    "paligemma, windows": lambda: PaliGemmaConfig(
-        text_config={**WINDOWED, "model_type": "gemma2", "sliding_window": 25},
-        vision_config=SIGLIP,
-        image_token_id=IMAGE,
-        projection_dim=64,
+    "paligemma": lambda: _paligemma({**TEXT, "model_type": "gemma", "head_dim": 16}),
+    "paligemma, windows": lambda: _paligemma(
+        {**WINDOWED, "model_type": "gemma2", "sliding_window": 25}
     ),
     "molmo2": _molmo2,
 }
@@ -259,7 +257,7 @@ def balance(rank: int, kind: str, world: int) -> tuple[Outcome, list[str], list[
 def test_language_tower_is_balanced_and_vision_tower_is_not(
     kind: str,
     world: int,
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     want = alone(kind)
