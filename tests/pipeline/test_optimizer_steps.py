@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from hf_distca.pipeline import clip_grad_norm_
 from hf_distca.runtime.group import AttentionGroup
-from ranks import RankPool
+from ranks import RankPool, RankPools
 
 gather = AttentionGroup.gather
 EXACT = 1e-9
@@ -52,7 +51,7 @@ def backward_in_one_process(model: Any, case: Case) -> None:
     run_alone(model, case, lambda logits, targets: mean_loss(logits, targets) / count)
 
 
-def test_gradients_of_several_steps_add_up(rank_pool: Callable[[int], RankPool]) -> None:
+def test_gradients_of_several_steps_add_up(rank_pool: RankPools) -> None:
     model = make_model(CASE, "sdpa")
     backward_in_one_process(model, CASE)
     wanted = {name: STEPS * grad for name, grad in collect_gradients(model).items()}
@@ -96,16 +95,14 @@ def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
     assert all(torch.equal(copies[0], copy) for copy in copies)
 
 
-def test_gradients_are_clipped_by_the_norm_over_all_stages(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_gradients_are_clipped_by_the_norm_over_all_stages(rank_pool: RankPools) -> None:
     check_clipped(rank_pool(2), CASE, "none")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_gradients_of_replicated_and_sharded_stages_are_clipped(
-    rank_pool: Callable[[int], RankPool], engine: str
+    rank_pool: RankPools, engine: str
 ) -> None:
     check_clipped(rank_pool(4), CASE._replace(copies=2), engine)
 
@@ -123,7 +120,7 @@ def clip_by_stage(rank: int, case: Case) -> str:
     return "no error"
 
 
-def test_tied_weights_that_drifted_apart_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_tied_weights_that_drifted_apart_are_refused(rank_pool: RankPools) -> None:
     pool = rank_pool(2)
     texts = pool(clip_by_stage, CASE)
     pool.close()  # its ranks have left their group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline import from_pretrained, save_pretrained, split
-from ranks import RankPool
+from ranks import RankPools
 
 RATE = 0.5
 
@@ -50,7 +49,7 @@ def compare(found: Path, case: Case) -> None:
 
 
 def test_a_checkpoint_of_two_stages_is_that_of_the_model(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     case = Case(micro_batches=2, tied=True, layers=2)
     rank_pool(2)(train, case, tmp_path)
@@ -71,7 +70,7 @@ def save_untrained(rank: int, case: Case, folder: Path, adapter: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_replaces_older_ones_and_killed_saves(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     """Older checkpoints have one file or more shards; killed saves leave folders."""
     case, old = Case(layers=2), {"old": torch.zeros(1)}
@@ -115,7 +114,7 @@ def check_loading(rank: int, folder: Path) -> None:
 
 
 def test_stages_load_a_subfolder_and_check_mesh_and_layers(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     make_model(Case(layers=2), "sdpa").save_pretrained(tmp_path)
     make_model(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
@@ -125,7 +124,7 @@ def test_stages_load_a_subfolder_and_check_mesh_and_layers(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "starcoder2"])
 def test_a_checkpoint_of_four_stages_is_that_of_the_model(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, family: str
+    rank_pool: RankPools, tmp_path: Path, family: str
 ) -> None:
     # Loaded models multiply experts in groups, which does not support float64.
     case = Case(

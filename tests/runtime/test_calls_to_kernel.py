@@ -29,9 +29,7 @@ def list_package_calls(frame: FrameType | None) -> list[str]:
     return names
 
 
-def test_attention_reaches_the_kernel_in_few_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_reaches_the_kernel_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
     module, handle = (
         torch.nn.Linear(1, 1).train(),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
-from ranks import RankPool
+from ranks import RankPools
 
 Segments = list[list[tuple[int, int, int]]]
 Tasks = list[CATask]
@@ -219,7 +218,7 @@ def run_untagged(rank: int, *arguments: Any) -> Result:
         return run_plan(rank, *arguments)
 
 
-def test_random_plans_are_exact_without_message_tags(rank_pool: Callable[[int], RankPool]) -> None:
+def test_random_plans_are_exact_without_message_tags(rank_pool: RankPools) -> None:
     pool = rank_pool(2)
     for seed in range(20):
         ranks, context, tasks = draw_case(random.Random(seed), 2)
@@ -233,9 +232,7 @@ WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
-def test_random_layouts_and_plans_are_exact(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
+def test_random_layouts_and_plans_are_exact(rank_pool: RankPools, world: int) -> None:
     pool = rank_pool(world)
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -257,9 +254,7 @@ def test_random_layouts_and_plans_are_exact(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_documents_split_by_heads_are_exact(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
+def test_documents_split_by_heads_are_exact(rank_pool: RankPools, world: int) -> None:
     pool = rank_pool(world)
 
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

@@ -40,9 +40,7 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_layer_launches_little_more_than_plain_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_launches_little_more_than_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain varlen attention needs three transposes, four views and the kernel. The layer also
     transposes log-sum-exps.
     """

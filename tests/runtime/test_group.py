@@ -24,7 +24,7 @@ from hf_distca import DistCADesyncError
 from hf_distca.runtime import group as group_module
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.monitor import FailureMonitor
-from ranks import RankPool
+from ranks import RankPool, RankPools
 
 SHORT, LONG = 60, 4 + 3 * 1024  # numbers that a rank announces with 20 documents, and with 1024
 
@@ -60,7 +60,7 @@ def gather_rows(rank: int, lengths: list[int]) -> int:
     [[SHORT, LONG, SHORT, SHORT], [LONG, LONG - 300, LONG - 9, LONG], [0, LONG, 1, 5 * LONG]],
 )
 def test_gathered_rows_are_not_padded_to_the_longest(
-    rank_pool: Callable[[int], RankPool], lengths: list[int]
+    rank_pool: RankPools, lengths: list[int]
 ) -> None:
     received = rank_pool(4)(gather_rows, lengths)
     # Three ranks send 129 numbers each, then the rest. gloo adds about 50 bytes to a message.
@@ -84,9 +84,7 @@ def test_gathered_rows_are_not_padded_to_the_longest(
         [513, 2000],
     ],
 )
-def test_rows_of_any_length_are_gathered(
-    rank_pool: Callable[[int], RankPool], lengths: list[int]
-) -> None:
+def test_rows_of_any_length_are_gathered(rank_pool: RankPools, lengths: list[int]) -> None:
     rank_pool(2)(gather_rows, lengths)
 
 
@@ -121,9 +119,7 @@ def compare_numbers(rank: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_numbers_are_compared_in_one_collective(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
+def test_numbers_are_compared_in_one_collective(rank_pool: RankPools, world: int) -> None:
     assert rank_pool(world)(compare_numbers) == [[True, False, True, False, False, False]] * world
 
 
@@ -210,9 +206,7 @@ def fail_to_connect(rank: int) -> str:
     return str(caught.value)
 
 
-def test_the_error_of_a_failed_connection_names_gloo_socket_ifname(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_the_error_of_a_failed_connection_names_gloo_socket_ifname(rank_pool: RankPools) -> None:
     for message in rank_pool(2)(fail_to_connect):
         assert "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes" in message
 
@@ -247,9 +241,7 @@ def count_receives_of_break(rank: int) -> int:
     return irecv.call_count
 
 
-def test_breaking_connections_takes_one_receive_per_communicator(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_breaking_connections_takes_one_receive_per_communicator(rank_pool: RankPools) -> None:
     assert rank_pool(4)(count_receives_of_break)[0] == 2  # one for each of two communicators
 
 
@@ -345,7 +337,7 @@ def fail_late(rank: int) -> list[bool]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_group_is_made_again_on_all_ranks_if_one_has_left_it(
-    rank_pool: Callable[[int], RankPool], world: int
+    rank_pool: RankPools, world: int
 ) -> None:
     assert rank_pool(world)(fail_late) == [[True, False, False, True]] * world
 
@@ -368,9 +360,7 @@ def time_creation(rank: int) -> float:
     return time.monotonic() - started
 
 
-def test_no_rank_has_its_group_before_all_ranks_have_made_the_group(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_no_rank_has_its_group_before_all_ranks_have_made_the_group(rank_pool: RankPools) -> None:
     """A rank that returned early and failed would break connections while others connect."""
     assert min(rank_pool(2)(time_creation)) >= 0.4
 
@@ -384,8 +374,6 @@ def list_timeouts(rank: int) -> list[float]:
     return [group.timeout_seconds for group in groups]
 
 
-def test_default_timeout_is_that_of_the_world(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_default_timeout_is_that_of_the_world(rank_pool: RankPools) -> None:
     world = dist.default_pg_timeout.total_seconds()
     assert rank_pool(2)(list_timeouts) == [[world, world, 7]] * 2

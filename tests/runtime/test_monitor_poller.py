@@ -73,9 +73,7 @@ def test_the_first_failure_is_printed_once_and_aborts_nccl(
     assert [link.aborted for link in links] == [1, 1, 1]
 
 
-def test_ranks_that_end_well_print_and_abort_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ranks_that_end_well_print_and_abort_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), links = make_monitors(3)
     first.announce_exit(None)
     second.announce_exit(None)
@@ -84,9 +82,7 @@ def test_ranks_that_end_well_print_and_abort_nothing(
     assert [link.aborted for link in links] == [0, 0, 0]
 
 
-def test_a_failure_is_printed_if_other_ranks_end_well(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_is_printed_if_other_ranks_end_well(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), _ = make_monitors(3)
     raise_in_attention(second)
     first.announce_exit(None)
@@ -107,9 +103,7 @@ def test_malformed_reports_are_ignored(word: bytes, capsys: pytest.CaptureFixtur
     assert "rank 1 has left" in capsys.readouterr().err
 
 
-def test_failure_texts_contain_no_control_characters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_failure_texts_contain_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second), _ = make_monitors(2)
     second.leave("said \x1b[2J\x9b31m\u202e\x00, and\nmore of \u00e9")
     assert not first.poll()

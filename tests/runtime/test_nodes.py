@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from hf_distca import ConfigError
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.members import find_launched_per_node, find_node_number, find_ranks_per_node
-from ranks import RankPool
+from ranks import RankPools
 
 
 @pytest.mark.parametrize(
@@ -34,9 +33,7 @@ def test_nodes_must_have_equal_sizes_and_consecutive_ranks(
     assert find_ranks_per_node(nodes) == expected
 
 
-def test_node_number_comes_from_launcher_or_host_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_node_number_comes_from_launcher_or_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     here = find_node_number()
@@ -85,7 +82,7 @@ def find_nodes(
     ],
 )
 def test_ranks_of_a_group_find_their_nodes(
-    rank_pool: Callable[[int], RankPool], nodes: list[int], members: tuple[int, ...], expected: int
+    rank_pool: RankPools, nodes: list[int], members: tuple[int, ...], expected: int
 ) -> None:
     for rank, (per_node, logged) in enumerate(rank_pool(4)(find_nodes, nodes, members)):
         assert per_node == (expected if rank in members else None)
@@ -94,7 +91,7 @@ def test_ranks_of_a_group_find_their_nodes(
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 0, 1]], ids=["uneven", "interleaved"])
 def test_uneven_or_interleaved_nodes_are_ignored_and_logged_once(
-    rank_pool: Callable[[int], RankPool], nodes: list[int]
+    rank_pool: RankPools, nodes: list[int]
 ) -> None:
     (first, logged), *others = rank_pool(4)(find_nodes, nodes, (0, 1, 2, 3))
     assert first is None
@@ -117,7 +114,7 @@ def find_group_of_size(rank: int, size: int) -> tuple[tuple[int, ...], int]:
     [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1)] * 2 + [(2, 3)] * 2), (4, [(0, 1, 2, 3)] * 4)],
 )
 def test_group_size_cuts_ranks_into_consecutive_groups(
-    rank_pool: Callable[[int], RankPool], size: int, expected: list[tuple[int, ...]]
+    rank_pool: RankPools, size: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert rank_pool(4)(find_group_of_size, size) == [
         (ranks, ranks.index(rank)) for rank, ranks in enumerate(expected)
@@ -130,9 +127,7 @@ def fail_to_divide(rank: int) -> str:
     return str(caught.value)
 
 
-def test_group_size_must_divide_the_number_of_ranks(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_group_size_must_divide_the_number_of_ranks(rank_pool: RankPools) -> None:
     assert all(
         "group_size=3 does not divide the 4 ranks" in message
         for message in rank_pool(4)(fail_to_divide)

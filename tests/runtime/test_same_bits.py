@@ -47,7 +47,7 @@ from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.pingpong import run_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 WAYS = ("plain", "relays", "head groups", "ping-pong", "ping-pong with relays")
@@ -244,6 +244,6 @@ def list_differing_conditions(rank: int, world: int, way: str, seeds: range) -> 
     ("world", "way"), in_turn(itertools.product((2, 3), WAYS), 99, [(3, "relays")])
 )
 def test_results_are_bitwise_equal_under_all_conditions(
-    rank_pool: Callable[[int], RankPool], world: int, way: str
+    rank_pool: RankPools, world: int, way: str
 ) -> None:
     assert rank_pool(world)(list_differing_conditions, world, way, range(3)) == [[]] * world
