@@ -139,10 +139,8 @@ def count_lookups(rank: int) -> list[int]:
     hf_distca.configure(settings())
     model = build("nemotron_h", "distca", torch.float64)
     data = datasets.Dataset.from_dict({"input_ids": documents(150, 20, 90, 33, 60, 31)})
-    shares, counts = (
-        hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64),
-        [],
-    )
+    shares = hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64)
+    counts = list[int]()
     for number in range(3):
         batch = hf_distca.PackingCollator()([shares[2 * number + rank]])
         with patch.object(

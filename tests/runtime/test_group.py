@@ -89,10 +89,8 @@ def test_rows_of_any_length_are_gathered(rank_pool: RankPools, lengths: list[int
 
 
 def compare_numbers(rank: int) -> list[bool]:
-    group, ends = (
-        AttentionGroup.find_or_create(timeout_seconds=30),
-        [np.iinfo(np.int64).min, np.iinfo(np.int64).max],
-    )
+    group = AttentionGroup.find_or_create(timeout_seconds=30)
+    ends = [np.iinfo(np.int64).min, np.iinfo(np.int64).max]
     sizes = []
 
     def all_to_all(
@@ -299,10 +297,8 @@ def make_groups_by_stage(rank: int, members: str) -> list[int]:
             group = AttentionGroup.create(given, timeout_seconds=10)
             rows = group.gather(np.array([rank]), activity="testing")
         assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
-        sent, received = (
-            torch.full((2,), rank, dtype=torch.uint8),
-            torch.empty(2, dtype=torch.uint8),
-        )
+        sent = torch.full((2,), rank, dtype=torch.uint8)
+        received = torch.empty(2, dtype=torch.uint8)
         assert group.data is not None
         group.data.start(received, sent, {0: 1, 1: 1}, {0: 1, 1: 1}).wait()
     assert received.tolist() == list(ranks)

@@ -27,10 +27,8 @@ def exchange_late(rank: int) -> tuple[list[int], bool]:
     """
     group = AttentionGroup.create(timeout_seconds=SECONDS)
     assert group.data is not None
-    received, sent = (
-        torch.zeros(2, dtype=torch.uint8),
-        torch.full((2,), rank + 1, dtype=torch.uint8),
-    )
+    received = torch.zeros(2, dtype=torch.uint8)
+    sent = torch.full((2,), rank + 1, dtype=torch.uint8)
     one = {1 - rank: 2}
     if rank:
         time.sleep(1.6 * SECONDS)
