@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 
 import hf_distca.kernels
-from cli_runs import check_one_line, run
+from cli_runs import check_one_line, run, run_well
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.integration.session import Session
@@ -244,8 +244,7 @@ def test_doctor_commands_of_the_pages_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     LlamaConfig().save_pretrained(tmp_path / "outputs" / "finetune_long_documents")
-    result = run(*words[1:])
-    assert result.exit_code == 0, result.output
+    result = run_well(*words[1:])
     assert result.stdout.splitlines()[0] == ("model" if "--model" in words else "kernels")
     assert ("  documents over ranks       exact" in result.stdout) == ("--model" in words)
 
@@ -261,8 +260,7 @@ def test_doctor_prints_its_advice_at_the_end(tmp_path: Path) -> None:
 
 
 def test_json_output_lists_every_finding_and_action() -> None:
-    result = run("doctor", "--json")
-    assert result.exit_code == 0
+    result = run_well("doctor", "--json")
     found = json.loads(result.stdout)
     assert {one["section"] for one in found["findings"]} == {"kernels", "ranks"}
     assert len(found["to_do"]) == len([one for one in found["findings"] if one["todo"]]) >= 1
