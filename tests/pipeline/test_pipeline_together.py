@@ -4,6 +4,7 @@ padding, dealt batches.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from staged import (
     check_equal,
     check_near,
     collect_gradients,
+    compute_loss,
     configure,
     make_batch,
     make_batches,
@@ -30,7 +32,6 @@ from staged import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from hf_distca import PackingCollator, document_shares
@@ -203,6 +204,7 @@ def test_padding_changes_no_results(rank_pool: RankPools, ping_pong: bool) -> No
 
 # Document lengths of global batches for two copies of 96 tokens.
 LENGTHS = [[150, 20, 22], [64, 64, 64], [100, 90, 2], [192]]
+DEALT_LOSS = partial(compute_loss, total=700)
 
 
 def draw_tokens(number: int, document: int, length: int) -> torch.Tensor:
@@ -234,7 +236,7 @@ def train_dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
         for name in ("input_ids", "position_ids", "shift_labels")
     )
     packed = [one["distca_documents"] for one in mine]
-    schedule = Schedule(stage, case.micro_batches, compute_loss, scale_grads=False)
+    schedule = Schedule(stage, case.micro_batches, DEALT_LOSS, scale_grads=False)
     losses = list[torch.Tensor]()
     for _ in range(2):
         stage.submod.zero_grad()
@@ -247,13 +249,6 @@ def train_dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     return sum_over_ranks(losses), grads
 
 
-def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (
-        cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-        / 700
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
 def test_dealt_batches_equal_one_process(rank_pool: RankPools, ping_pong: bool) -> None:
@@ -264,7 +259,7 @@ def test_dealt_batches_equal_one_process(rank_pool: RankPools, ping_pong: bool) 
         for document, length in enumerate(lengths):
             tokens = draw_tokens(number, document, length)
             targets = torch.cat([tokens[1:], torch.tensor([-100])])
-            loss = compute_loss(model(input_ids=tokens[None]).logits, targets)
+            loss = DEALT_LOSS(model(input_ids=tokens[None]).logits, targets)
             loss.backward()
             total += loss.item()
     gradients = collect_gradients(model)
