@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -243,10 +244,7 @@ def call_alone(rank: int, said: str) -> str:
 
 @pytest.mark.parametrize("said", ALONE)
 def test_a_missing_rank_causes_an_error_that_names_the_wait(said: str) -> None:
-    pool = RankPool(2)  # not shared: the control group is broken afterwards
-    try:
+    with closing(RankPool(2)) as pool:  # not shared: the control group is broken afterwards
         message = pool(call_alone, said, timeout=60)[0]
-    finally:
-        pool.close()
     assert said in message
     assert "rank 1 is silent" in message

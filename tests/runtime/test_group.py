@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -307,11 +307,8 @@ def make_groups_by_stage(rank: int, members: str) -> list[int]:
 
 @pytest.mark.parametrize("members", ["ranks", "process group"])
 def test_only_members_make_a_group_in_a_device_bound_world(members: str) -> None:
-    pool = RankPool(4)  # not shared: ranks hang if the test fails
-    try:
+    with closing(RankPool(4)) as pool:  # not shared: ranks hang if the test fails
         assert pool(make_groups_by_stage, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    finally:
-        pool.close()
 
 
 def fail_late(rank: int) -> list[bool]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import FailureMonitor
 from ranks import join_world
+from scripts import find_free_port
 
 LIMIT = 60.0
 
@@ -279,7 +279,7 @@ def join_all(*processes: Any) -> list[int | None]:
     return codes
 
 
-def end_in_turn(rank: int, port: int, folder: Path) -> None:
+def end_in_turn(rank: int, port: str, folder: Path) -> None:
     keep_stderr(rank, folder)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     AttentionGroup.find_or_create(timeout_seconds=30)
@@ -288,14 +288,8 @@ def end_in_turn(rank: int, port: int, folder: Path) -> None:
 
 def test_ranks_that_end_one_after_the_other_print_nothing(tmp_path: Path) -> None:
     """The store ends with the process of rank 0."""
-    port = free_port()
+    port = find_free_port()
     assert join_all(*(forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1))) == [0, 0]
     printed = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]
     # If Triton is installed, it lists leaks of its bindings when a process ends.
     assert [text.split("nanobind: leaked")[0] for text in printed] == ["", ""]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

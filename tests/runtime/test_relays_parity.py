@@ -20,7 +20,6 @@ from test_core_attention import (
     check_exact,
     draw_case,
     draw_head_groups,
-    list_home_tasks,
     run_plan,
     run_untagged,
 )
@@ -74,7 +73,7 @@ def test_relays_of_head_groups_are_exact(rank_pool: RankPools, world: int) -> No
     for seed in range(12):
         random_ = random.Random(seed)
         ranks, _, _ = draw_case(random_, world)
-        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+        split, tasks = draw_head_groups(random_, ranks)
         layout = Layout.from_segments(ranks)
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         relays = draw_relays(random_, Plan.from_tasks(layout, tasks))

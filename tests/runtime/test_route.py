@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import draw_relays
-from test_core_attention import KEY_HEADS, draw_case, draw_head_groups, list_home_tasks
+from test_core_attention import KEY_HEADS, draw_case, draw_head_groups
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
@@ -184,7 +184,7 @@ def test_every_task_finds_its_keys_and_every_query_is_computed_once(
     ranks, context, tasks = draw_case(random_, world)
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
     if kind == "groups":
-        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+        split, tasks = draw_head_groups(random_, ranks)
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
     if isinstance(kind, str):

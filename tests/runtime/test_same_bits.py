@@ -37,7 +37,6 @@ from test_core_attention import (
     SCORES,
     draw_case,
     draw_head_groups,
-    list_home_tasks,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,7 +61,7 @@ def draw_plan(random_: random.Random, way: str, world: int) -> Plan:
             continue
         layout = Layout.from_segments(ranks)
         if way == "head groups":
-            split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+            split, tasks = draw_head_groups(random_, ranks)
             layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         plan = Plan.from_tasks(layout, tasks)
         if "relays" in way:
