@@ -15,6 +15,13 @@ def run(*arguments: str | Path | float, given: str | bytes | None = None) -> Res
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
 
 
+def run_well(*arguments: str | Path | float, given: str | bytes | None = None) -> Result:
+    """Run `hf-distca` with these words, and check that it succeeds."""
+    result = run(*arguments, given=given)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def check_one_line(result: Result, message: str = "") -> None:
     """Check that a command ended with status 2 and one line that contains this message."""
     assert isinstance(result.exception, SystemExit), result.exception

@@ -32,7 +32,7 @@ def run(command: Sequence[str], folder: Path, *, timeout: float = 180.0) -> str:
         case ["python", *script]:
             return _run(script, [{}], folder, timeout)
         case ["torchrun", "--nproc_per_node", size, *script]:
-            return _run(script, _make_environments(int(size), _find_free_port()), folder, timeout)
+            return _run(script, _make_environments(int(size), find_free_port()), folder, timeout)
         case ["accelerate", "launch", *options]:
             return _run(*_read_launch(options), folder, timeout)
         case ["hf-distca" | "pytest" as name, *arguments]:
@@ -49,7 +49,7 @@ def _read_launch(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    port = _find_free_port()
+    port = find_free_port()
     arguments, *_ = _validate_launch_command(
         launch_command_parser().parse_args(["--main_process_port", port, *options])
     )
@@ -62,7 +62,8 @@ def _read_launch(options: list[str]) -> tuple[list[str], list[dict[str, str]]]:
     ], [shared | rank for rank in _make_environments(arguments.num_processes, port)]
 
 
-def _find_free_port() -> str:
+def find_free_port() -> str:
+    """Find a port of this host at which no process listens."""
     with socket() as free:
         free.bind(("localhost", 0))
         return str(free.getsockname()[1])

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import Result
 
 import hf_distca
-from cli_runs import check_one_line, run, write
+from cli_runs import check_one_line, run, run_well, write
 from hf_distca.schedule.plan import Plan
 
 SEGMENTS = [[[0, 0, 30000, 60000]], [[0, 30000, 60000, 60000]], [[1, 0, 100, 100]]]
@@ -44,14 +44,13 @@ def test_plan_of_segments_covers_every_row_once(tmp_path: Path, cost: str) -> No
     file = write(tmp_path / "placement.json", {"rank_segments": SEGMENTS, "name": "any"})
     output = tmp_path / "plan.json"
     whole, split = f"--output {output} --cost {cost} --head-groups 1", f"-o {output} --cost {cost}"
-    result = run("plan", file, *whole.split())
-    assert result.exit_code == 0, result.output
+    result = run_well("plan", file, *whole.split())
     assert "imbalance of causal pairs" in result.stdout
     tasks = json.loads(output.read_text())["tasks"]
     covered = sorted((task[0], position) for task in tasks for position in range(*task[1:3]))
     assert covered == [(0, n) for n in range(60000)] + [(1, n) for n in range(100)]
     assert Plan.from_json(output.read_text()).layout.world_size == 3
-    assert run("plan", file, *split.split()).exit_code == 0
+    run_well("plan", file, *split.split())
     plan = Plan.from_json(output.read_text())
     assert plan.layout.groups == (1 if cost == "pairs" else 4)
     assert (plan.heads * (plan.end - plan.start)).sum() == 60100
@@ -60,8 +59,7 @@ def test_plan_of_segments_covers_every_row_once(tmp_path: Path, cost: str) -> No
 def test_plan_of_lengths_splits_at_the_given_tile(tmp_path: Path) -> None:
     file = write(tmp_path / "placement.json", {"lengths": [[65536], [1024] * 64, []]})
     options = "--tolerance 0.05 --min-gain 0.1 --tile 256 --query-heads 8 --key-value-heads 2"
-    result = run("plan", file, *options.split(), "--head-dim", 64, "--head-groups", 1)
-    assert result.exit_code == 0, result.output
+    result = run_well("plan", file, *options.split(), "--head-dim", 64, "--head-groups", 1)
     ends = [task.end for task in Plan.from_json(result.stdout).tasks if task.document == 0]
     assert len(ends) > 1
     assert all(end % 256 == 0 for end in ends)
@@ -70,8 +68,7 @@ def test_plan_of_lengths_splits_at_the_given_tile(tmp_path: Path) -> None:
 @pytest.mark.parametrize("window", [1024, 65536])
 def test_plan_ignores_a_window_as_long_as_any_document(tmp_path: Path, window: int) -> None:
     file = write(tmp_path / "placement.json", {"lengths": [[65536], [512] * 128]})
-    result = run("plan", file, "--window", window)
-    assert result.exit_code == 0, result.output
+    result = run_well("plan", file, "--window", window)
     assert f"{window} keys" in result.stderr
     # No document is longer than the longer of the two.
     assert ("as long as any document" in result.stderr) == (window == 65536)
@@ -135,12 +132,10 @@ def test_plan_reads_standard_input_and_writes_standard_output(tmp_path: Path) ->
     """Without --output, the plan goes to standard output and the messages to standard error. `plan`
     reads the output of `plan --deal`.
     """
-    dealt = run("plan", "-", "--deal", "4096", given="[8192,4096,4096]")
-    assert dealt.exit_code == 0, dealt.output
+    dealt = run_well("plan", "-", "--deal", "4096", given="[8192,4096,4096]")
     assert "4096 on each rank" in dealt.stderr
     for options in ((), ("--output", "-")):
-        result = run("plan", "-", *options, given=dealt.stdout)
-        assert result.exit_code == 0, result.output
+        result = run_well("plan", "-", *options, given=dealt.stdout)
         assert Plan.from_json(result.stdout).layout.world_size == 4
         assert "imbalance of causal pairs" in result.stderr
     check_one_line(run("plan", "-", given="{"), "standard input is not JSON")
@@ -149,7 +144,7 @@ def test_plan_reads_standard_input_and_writes_standard_output(tmp_path: Path) ->
 def test_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     file = tmp_path / "placement.json"
     file.write_text('{"lengths": [[16384], [2048]]}', encoding="utf-8-sig")
-    assert run("plan", file).exit_code == 0
+    run_well("plan", file)
 
 
 def test_closed_standard_output_is_no_error(tmp_path: Path) -> None:
@@ -179,8 +174,7 @@ def test_seconds_are_printed_only_with_the_costs_of_a_device(tmp_path: Path) -> 
 def deal(path: Path, lengths: list[int], *options: str | float) -> Result:
     """Deal lengths to ranks of 4096 tokens."""
     file = write(path / "lengths.json", lengths)
-    result = run("plan", file, "--deal", 4096, "-o", path / "placement.json", *options)
-    assert result.exit_code == 0, result.output
+    result = run_well("plan", file, "--deal", 4096, "-o", path / "placement.json", *options)
     return result
 
 
@@ -247,6 +241,5 @@ def test_link_rates_set_the_seconds_between_nodes(tmp_path: Path) -> None:
         said.append(float(dealt.stdout.split("slowest rank, estimated")[1].split()[0]))
     assert said[1] > 2 * said[0]
     lengths = '{"lengths": [[65536], [512], [65536], [512]]}'
-    planned = run("plan", "-", "--cost", "cuda", "--ranks-per-node", "2", given=lengths)
-    assert planned.exit_code == 0, planned.output
+    planned = run_well("plan", "-", "--cost", "cuda", "--ranks-per-node", "2", given=lengths)
     assert "between nodes              0.0 of" in planned.stderr

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cli_runs import check_one_line, run, write
+from cli_runs import check_one_line, run, run_well, write
 from hf_distca.tools.cli.lengths import open_documents
 from pages import words_of
 
@@ -21,8 +21,7 @@ def test_advise_prints_a_table_and_lines_to_paste(tmp_path: Path) -> None:
     words = np.random.default_rng(0).lognormal(7.5, 1.5, 400).astype(int).clip(1, 65536)
     file = write(tmp_path / "lengths.json", words.tolist())
     arguments = ("--lengths", file, *SMALL, "--ranks", 32)
-    result = run("advise", *arguments)
-    assert result.exit_code == 0, result.output
+    result = run_well("advise", *arguments)
     for text in (
         "As it is, the slowest rank has",
         "llama-3-8b on 32 h100, 8192 tokens a rank",
@@ -45,8 +44,7 @@ def test_advise_prints_a_table_and_lines_to_paste(tmp_path: Path) -> None:
 
 def test_options_of_advise_change_the_estimated_seconds() -> None:
     def seconds(*options: object) -> dict[str, float]:
-        result = run("advise", "--lengths", "prolong", *SMALL, "--json", *map(str, options))
-        assert result.exit_code == 0, result.output
+        result = run_well("advise", "--lengths", "prolong", *SMALL, "--json", *map(str, options))
         return {way["title"]: way["seconds"] for way in json.loads(result.stdout)["ways"]}
 
     usual = seconds("--max-length", 65536)
@@ -71,13 +69,12 @@ def test_lengths_come_from_a_column_of_a_table_or_standard_input(tmp_path: Path)
     pq.write_table(table, tmp_path / "data.parquet")
     for column, name in (("input_ids", "mean 2000"), ("tokens", "mean 600")):
         data = str(tmp_path / "data.parquet")
-        result = run("advise", "--lengths", data, "--column", column, *SMALL, "--json")
-        assert result.exit_code == 0, result.output
+        result = run_well("advise", "--lengths", data, "--column", column, *SMALL, "--json")
         assert name in json.loads(result.stdout)["lengths"]
     with pa.ipc.new_stream(str(tmp_path / "data.arrow"), table.schema) as writer:
         writer.write_table(table)
     (tmp_path / "data.parquet").unlink()
-    assert run("advise", "--lengths", tmp_path, *SMALL).exit_code == 0
+    run_well("advise", "--lengths", tmp_path, *SMALL)
     for column, said in (
         ("text", "holds string"),
         ("ids", "no column 'ids'. Its columns: 'input_ids'"),
@@ -87,8 +84,7 @@ def test_lengths_come_from_a_column_of_a_table_or_standard_input(tmp_path: Path)
     check_one_line(run("advise", "--lengths", tmp_path, *SMALL), "cannot be read as a table")
     (tmp_path / "data.arrow").unlink()
     check_one_line(run("advise", "--lengths", tmp_path, *SMALL), "no .parquet or .arrow files")
-    given = run("advise", "--lengths", "-", *map(str, SMALL), given="[3000, 4000]")
-    assert given.exit_code == 0, given.output
+    run_well("advise", "--lengths", "-", *map(str, SMALL), given="[3000, 4000]")
 
 
 def test_model_is_counted_from_its_config(tmp_path: Path) -> None:
@@ -106,11 +102,10 @@ def test_model_is_counted_from_its_config(tmp_path: Path) -> None:
     seconds = []
     for kind, changes in kinds.items():
         transformers.AutoConfig.for_model(kind, **sizes, **changes).save_pretrained(tmp_path / kind)
-        result = run(
+        result = run_well(
             *("advise", "--lengths", write(tmp_path / "lengths.json", [65536]), *SMALL, "--json"),
             *("--model", tmp_path / kind),
         )
-        assert result.exit_code == 0, result.output
         seconds.append(json.loads(result.stdout)["ways"][-1]["seconds"])
     assert seconds[0] < 0.8 * seconds[1]
 
@@ -165,8 +160,7 @@ def test_texts_are_counted_with_the_given_tokenizer(
         assert source.startswith("4 lengths, mean 25, longest 40")
     monkeypatch.chdir(tmp_path)
     command = words_of("hf-distca advise --lengths documents.jsonl --tokenizer model --ranks 8")
-    result = run(*command[1:], "--tokens-per-rank", 50, "--batches", 1)
-    assert result.exit_code == 0, result.output
+    result = run_well(*command[1:], "--tokens-per-rank", 50, "--batches", 1)
     assert "documents.jsonl, 1 batch" in result.stdout
     (tmp_path / "none").mkdir()
     check_one_line(run(*command[1:4], "--tokenizer", "none", "--ranks", 8), "--tokenizer none: ")
@@ -225,6 +219,5 @@ def test_advise_estimates_steps_of_few_ranks(tmp_path: Path, ranks: int) -> None
     """On few ranks, one long document decides the time of a step."""
     file = write(tmp_path / "lengths.json", [900, 400, 20, 30, 50, 600])
     options = f"--ranks {ranks} --tokens-per-rank 1000 --batches 1 --json"
-    result = run("advise", "--lengths", file, *options.split())
-    assert result.exit_code == 0, result.output
+    result = run_well("advise", "--lengths", file, *options.split())
     assert json.loads(result.stdout)["ways"][-1]["seconds"] > 0

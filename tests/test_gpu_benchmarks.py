@@ -14,14 +14,12 @@ import torch
 
 import scripts
 from benchmark_modules import prepend_benchmarks
-from pages import words_of
+from pages import ROOT, words_of
 
-ROOT = Path(__file__).parents[1]
 PARTS = (
     *("checkpointing", "host", "emulator", "trainer", "first_script", "kernels", "memory"),
     *("ranks", "parity", "faults", "widths", "curves", "families", "hybrids"),
 )
-slow = pytest.mark.slow
 
 
 def run_all(out: Path, *options: str, command: list[str] | None = None) -> str:
@@ -78,7 +76,7 @@ def test_curves_of_distca_and_sdpa_coincide(folder: Path) -> None:
     assert found["apart"]["distca"]["largest"] < 1e-3
 
 
-@slow
+@pytest.mark.slow
 def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
     """The clock of a busy machine is wrong in some runs, so try up to three times."""
     for attempts_left in (2, 1, 0):
@@ -89,14 +87,14 @@ def test_emulated_ranks_end_earlier_after_balancing(folder: Path) -> None:
     assert [row["placement"] for row in rows if row["slowest_after_to_before"] >= 1] == []
 
 
-@slow
+@pytest.mark.slow
 def test_faults_of_ranks_end_in_desync_errors(folder: Path) -> None:
     for fault in figures(folder, "faults")["faults"].values():
         assert fault["raised"] == "DistCADesyncError"
         assert fault["seconds"] < 30
 
 
-@slow
+@pytest.mark.slow
 def test_dots1_is_as_far_from_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, its router chooses other experts for a token, under sdpa as well."""
     prepend_benchmarks(monkeypatch)
@@ -109,7 +107,7 @@ def test_dots1_is_as_far_from_float32_as_sdpa(monkeypatch: pytest.MonkeyPatch) -
         assert found["distca"][figure] == pytest.approx(error, rel=0.05)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_second_call_runs_only_the_parts_that_are_left(tmp_path: Path) -> None:
     first = ("parity", "kernels")

@@ -96,16 +96,8 @@ def test_hybrid_model_imported_first_separates_documents() -> None:
     assert seen["off"] < 1e-9
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=SLOW)
-        for n in ("DistCACallback", "configure", "PackingCollator", "deal")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DistCACallback", "configure", "PackingCollator", "deal"])
 def test_any_public_name_can_be_used_first(name: str) -> None:
     """Registering imports modules, one of which may have started the import of transformers."""
     seen = run(

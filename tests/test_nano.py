@@ -22,7 +22,7 @@ from hf_distca.schedule.cost import AttentionShape, CostModel
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
 from pages import ROOT
-from ranks import RankPool
+from ranks import RankPools
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "examples")
@@ -79,7 +79,7 @@ def find_errors(rank: int) -> list[float]:
     ]
 
 
-def test_library_gives_results_of_the_nano_example(rank_pool: Callable[[int], RankPool]) -> None:
+def test_library_gives_results_of_the_nano_example(rank_pool: RankPools) -> None:
     _, (same, own) = make_plans()
     for plan in (same, own):
         assert (plan.server != plan.home).sum() >= 3

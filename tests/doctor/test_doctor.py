@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from transformers import AutoConfig, Gemma2Config, LlamaConfig
 
 import hf_distca.kernels
-from cli_runs import check_one_line, run
+from cli_runs import check_one_line, run, run_well
 from hf_distca.config import DistCAConfig
 from hf_distca.errors import ConfigError
 from hf_distca.integration.session import Session
@@ -30,7 +30,7 @@ from hf_distca.tools.doctor.model import (
     read_config,
 )
 from pages import words_of
-from ranks import RankPool
+from ranks import RankPools
 from scripts import run as run_script
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -192,7 +192,7 @@ def exchange_without_pickle(rank: int) -> tuple[list[Finding], list[Finding]]:
         return exchange_here(has), exchange_here({"torch": "2.13.0"})
 
 
-def test_ranks_of_a_launcher_compare_their_versions(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ranks_of_a_launcher_compare_their_versions(rank_pool: RankPools) -> None:
     for unequal, equal in rank_pool(2)(exchange_without_pickle):
         assert unequal[0].value == "2 ranks on 1 node, 2 on each"
         assert [(one.name, one.value) for one in list_bad(unequal)] == [
@@ -217,7 +217,7 @@ def exchange_in_containers(rank: int) -> str:
         return exchange_here({})[0].value
 
 
-def test_nodes_are_counted_by_launcher_not_by_host(rank_pool: Callable[[int], RankPool]) -> None:
+def test_nodes_are_counted_by_launcher_not_by_host(rank_pool: RankPools) -> None:
     """Nodes may have equal host names, as containers do."""
     assert rank_pool(2)(exchange_in_containers) == ["2 ranks on 2 nodes, 1 on each"] * 2
 
@@ -244,8 +244,7 @@ def test_doctor_commands_of_the_pages_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     LlamaConfig().save_pretrained(tmp_path / "outputs" / "finetune_long_documents")
-    result = run(*words[1:])
-    assert result.exit_code == 0, result.output
+    result = run_well(*words[1:])
     assert result.stdout.splitlines()[0] == ("model" if "--model" in words else "kernels")
     assert ("  documents over ranks       exact" in result.stdout) == ("--model" in words)
 
@@ -261,8 +260,7 @@ def test_doctor_prints_its_advice_at_the_end(tmp_path: Path) -> None:
 
 
 def test_json_output_lists_every_finding_and_action() -> None:
-    result = run("doctor", "--json")
-    assert result.exit_code == 0
+    result = run_well("doctor", "--json")
     found = json.loads(result.stdout)
     assert {one["section"] for one in found["findings"]} == {"kernels", "ranks"}
     assert len(found["to_do"]) == len([one for one in found["findings"] if one["todo"]]) >= 1

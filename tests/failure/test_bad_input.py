@@ -5,7 +5,6 @@ keep their meaning.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ import hf_distca
 from hf_distca.agreement.documents import PackedDocuments, TokenBatch
 from hf_distca.errors import LayoutError
 from hf_distca.integration.current_session import current_session
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings, tiny_llama
 
 
@@ -125,7 +124,7 @@ def jump_where_documents_span(rank: int) -> str:
 
 
 def test_jump_in_positions_is_an_error_on_all_ranks_that_share_documents(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
 ) -> None:
     for message in rank_pool(2)(jump_where_documents_span):
         assert "1 run(s) start at position 7 (on ranks [0]) and 0 end there (on" in message
@@ -151,7 +150,7 @@ def find_nan_rows(rank: int) -> tuple[int, list[bool]]:
     return current_session().meter.sent_bytes, logits.isnan().any(1).tolist()
 
 
-def test_nan_of_a_document_reaches_no_other_document(rank_pool: Callable[[int], RankPool]) -> None:
+def test_nan_of_a_document_reaches_no_other_document(rank_pool: RankPools) -> None:
     (sent, first), (_, second) = rank_pool(2)(find_nan_rows)
     assert sent, "another rank computes the last rows of the long document"
     # Earlier rows of the same document may be NaN, too: kernels multiply masked values by 0.
@@ -174,5 +173,5 @@ def train_without_pickle(rank: int) -> int:
     return current_session().meter.sent_bytes
 
 
-def test_data_from_other_ranks_is_never_unpickled(rank_pool: Callable[[int], RankPool]) -> None:
+def test_data_from_other_ranks_is_never_unpickled(rank_pool: RankPools) -> None:
     assert sum(rank_pool(2)(train_without_pickle)) > 0

@@ -22,7 +22,7 @@ from hf_distca.errors import KernelError
 from hf_distca.integration.current_session import current_session
 from hf_distca.integration.hooks import nano_batch_layers
 from hf_distca.kernels.cpu import CpuKernel
-from ranks import RankPool
+from ranks import RankPool, RankPools
 from tiny_runs import settings, tiny_llama
 
 # Timeouts of cases that wait for the whole timeout, and of cases whose error must come earlier.
@@ -71,7 +71,7 @@ def warm_up(rank: int) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _warm(rank_pool: Callable[[int], RankPool]) -> None:
+def _warm(rank_pool: RankPools) -> None:
     """Run one step in each process, because the first one takes seconds on a busy machine."""
     rank_pool(2)(warm_up)
     rank_pool(3)(warm_up)
@@ -176,9 +176,7 @@ def skip_a_backward_without_messages(rank: int) -> tuple[Found, int]:
     return run_until_error(lambda: step(model, rank)), current_session().meter.sent_bytes
 
 
-def test_exchanges_without_messages_are_counted_and_compared(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_exchanges_without_messages_are_counted_and_compared(rank_pool: RankPools) -> None:
     results = rank_pool(3)(skip_a_backward_without_messages)
     assert results[2][1] == 0
     for found, _ in results:
@@ -236,7 +234,7 @@ def differ(rank: int, what: str) -> Found:
     ],
 )
 def test_difference_between_ranks_raises_an_error_while_planning(
-    rank_pool: Callable[[int], RankPool], what: str, text: str
+    rank_pool: RankPools, what: str, text: str
 ) -> None:
     for found in rank_pool(2)(differ, what):
         check_desync(found, text.format("micro-batch 1"), within=PATIENCE)
@@ -273,7 +271,7 @@ def raise_in_a_kernel(rank: int, direction: str, culprit: int) -> Found:
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_error_in_a_kernel_is_named_on_the_other_rank(
-    rank_pool: Callable[[int], RankPool], direction: str, culprit: int
+    rank_pool: RankPools, direction: str, culprit: int
 ) -> None:
     results = rank_pool(2)(raise_in_a_kernel, direction, culprit)
     layer = 0 if direction == "forward" else 1
@@ -318,7 +316,7 @@ def give_bad_positions(rank: int, ping_pong: bool) -> Found:
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_bad_batch_on_one_rank_raises_an_error_on_both(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
+    rank_pool: RankPools, ping_pong: bool
 ) -> None:
     waits, bad = rank_pool(2)(give_bad_positions, ping_pong)
     assert bad[0] == "LayoutError"

@@ -19,11 +19,9 @@ from hf_distca.kernels.plain_torch import ReferenceKernel
 from hf_distca.kernels.varlen import Sequences, VarlenKernel
 
 CPU = torch.device("cpu")
-PLAIN, WINDOW, SOFTCAP = (
-    ScoreOptions(0.1),
-    ScoreOptions(0.1, window=7),
-    ScoreOptions(0.1, softcap=30.0),
-)
+PLAIN = ScoreOptions(0.1)
+WINDOW = ScoreOptions(0.1, window=7)
+SOFTCAP = ScoreOptions(0.1, softcap=30.0)
 CASE = KernelRequest(CPU, torch.bfloat16, 64, 64, PLAIN)
 EVERYTHING = {"o", "lse", "dq", "dk", "dv"}
 

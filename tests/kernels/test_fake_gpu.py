@@ -87,10 +87,8 @@ def test_results_have_the_right_device_dtype_and_shape(
             tasks = replace(case.tasks)  # without index tensors of an earlier imitated GPU
             made = {"dtype": dtype, "device": CUDA}
             q = torch.empty(case.rows, 4, width, **made)
-            k, v = (
-                torch.empty(case.keys, 2, width, **made),
-                torch.empty(case.keys, 2, value_width, **made),
-            )
+            k = torch.empty(case.keys, 2, width, **made)
+            v = torch.empty(case.keys, 2, value_width, **made)
             for scores in (ScoreOptions(0.1), ScoreOptions(0.1, window=7)):
                 pinned.clear()
                 o, lse = kernel.forward(Operands(q, k, v), tasks, scores)

@@ -87,19 +87,18 @@ def check(
         assert error <= 2 * relative_error(baseline[name], expected[name]) + 1e-6, name
 
 
+def check_case(kernel: Kernel, case: str, shape: str, dtype: torch.dtype, scores: str) -> None:
+    """Check a kernel in one of `CASES`."""
+    check(kernel, CASES[case], dtype, SCORES[scores], get_answer(case, shape, dtype, scores))
+
+
 @pytest.mark.parametrize(("kernel", "scores"), GRID)
 @pytest.mark.parametrize("case", in_turn(CASES, 3))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_exact_in_every_batch(
     kernel: str, scores: str, case: str, dtype: torch.dtype
 ) -> None:
-    check(
-        KERNELS[kernel](),
-        CASES[case],
-        dtype,
-        SCORES[scores],
-        get_answer(case, "GQA", dtype, scores),
-    )
+    check_case(KERNELS[kernel](), case, "GQA", dtype, scores)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +111,7 @@ def test_kernels_are_exact_in_every_batch(
 def test_kernels_are_exact_for_every_shape(
     kernel: str, scores: str, shape: str, dtype: torch.dtype
 ) -> None:
-    case = "shared keys with gaps"
-    check(
-        KERNELS[kernel](),
-        CASES[case],
-        dtype,
-        SCORES[scores],
-        get_answer(case, shape, dtype, scores),
-    )
+    check_case(KERNELS[kernel](), "shared keys with gaps", shape, dtype, scores)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -214,14 +206,7 @@ def test_the_reference_is_exact_in_small_chunks(
     scores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain_torch, "_SCORES_PER_CHUNK", 1000)
-    case = "shared keys with gaps"
-    check(
-        ReferenceKernel(),
-        CASES[case],
-        torch.float64,
-        SCORES[scores],
-        get_answer(case, "GQA", torch.float64, scores),
-    )
+    check_case(ReferenceKernel(), "shared keys with gaps", "GQA", torch.float64, scores)
 
 
 def test_bfloat16_slices_round_as_little_as_one_call() -> None:
@@ -233,10 +218,8 @@ def test_bfloat16_slices_round_as_little_as_one_call() -> None:
     whole = TaskBatch([0], [length], [0], [length])
     pools = draw_pools(sliced, (2, 1, 64, 64), torch.bfloat16)
     expected = compute_exact(pools, whole, PLAIN)
-    merged, single = (
-        run_kernel(CpuKernel(), pools, sliced.tasks, PLAIN),
-        run_kernel(CpuKernel(), pools, whole, PLAIN),
-    )
+    merged = run_kernel(CpuKernel(), pools, sliced.tasks, PLAIN)
+    single = run_kernel(CpuKernel(), pools, whole, PLAIN)
     for name in merged:
         assert relative_error(merged[name], expected[name]) <= 1.5 * relative_error(
             single[name], expected[name]

@@ -132,10 +132,8 @@ def test_key_gradients_of_blocks_are_summed_in_float32(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "_BLOCK_ROWS", 2)
     cpu._make_block_mask.cache_clear()
     tasks, scores = TaskBatch([0], [2200], [0], [2200]), ScoreOptions(0.1, 1024)
-    zeros, ones = (
-        torch.zeros(2200, 1, 8, dtype=torch.bfloat16),
-        torch.ones(2200, 1, 8, dtype=torch.bfloat16),
-    )
+    zeros = torch.zeros(2200, 1, 8, dtype=torch.bfloat16)
+    ones = torch.ones(2200, 1, 8, dtype=torch.bfloat16)
     o, lse = CpuKernel().forward(Operands(zeros, zeros, ones), tasks, scores)
     _, _, dv = CpuKernel().backward(BackwardInputs(ones, zeros, o, lse, zeros, ones), tasks, scores)
     assert dv.dtype == torch.bfloat16

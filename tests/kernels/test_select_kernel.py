@@ -20,11 +20,9 @@ from pages import ROOT
 
 SELECTED, MODULE = kernels._select_once, flash._import_once
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-PLAIN, WINDOW, BOTH = (
-    ScoreOptions(0.1),
-    ScoreOptions(0.1, window=7),
-    ScoreOptions(0.1, window=7, softcap=30.0),
-)
+PLAIN = ScoreOptions(0.1)
+WINDOW = ScoreOptions(0.1, window=7)
+BOTH = ScoreOptions(0.1, window=7, softcap=30.0)
 
 
 def select(name: Any, *case: Any, ratio: int = 2) -> Kernel:

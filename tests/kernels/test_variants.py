@@ -78,10 +78,8 @@ class Interface:
             compiled(backward.compile_cache.cache, options, "max_seqlen_q", "max_seqlen_k")
             return tuple(torch.empty_like(options[name]) for name in "qkv")
 
-        forward.compile_cache, backward.compile_cache = (
-            SimpleNamespace(cache={}),
-            SimpleNamespace(cache={}),
-        )
+        forward.compile_cache = SimpleNamespace(cache={})
+        backward.compile_cache = SimpleNamespace(cache={})
         self._flash_attn_fwd, self._flash_attn_bwd = forward, backward
 
 
@@ -122,10 +120,8 @@ def attend(case: KernelRequest, tasks: TaskBatch, rows: int, keys: int, key_head
 
 def run(case: KernelRequest, lengths: list[list[int]]) -> None:
     """Run a layer on all ranks of a plan: own tasks and arrived tasks, also by head groups."""
-    layout, shape = (
-        Layout.from_lengths(lengths),
-        AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2),
-    )
+    layout = Layout.from_lengths(lengths)
+    shape = AttentionShape(4 * case.gqa_ratio, 4, case.head_dim, case.value_head_dim, 2)
     cost = replace(CostModel.make_analytic(shape, device_type="cuda"), window=case.scores.window)
     plan = balance(layout, cost, DistCAConfig(min_gain=0.0))
     for rank in range(plan.layout.world_size):
@@ -133,11 +129,8 @@ def run(case: KernelRequest, lengths: list[list[int]]) -> None:
         tokens = int(plan.layout.query_tokens[rank] + plan.layout.context_tokens[rank])
         batches = [(route.local_tasks, tokens, tokens, 4)]
         for pooled in (*([] if route.local_pooled is None else [route.local_pooled]), route.pooled):
-            rows, keys = (
-                pooled.query_pool.rows,
-                pooled.key_pool.rows,
-            )
-            batches.append((pooled.tasks, rows, keys, 4 // route.groups))
+            pools = pooled.query_pool.rows, pooled.key_pool.rows
+            batches.append((pooled.tasks, *pools, 4 // route.groups))
         for batch in batches:
             if len(batch[0]):
                 attend(case, *batch)

@@ -88,10 +88,8 @@ def test_tasks_with_gaps_are_gathered() -> None:
 @pytest.mark.parametrize("scores", [PLAIN, ScoreOptions(0.1, window=7)], ids=["plain", "window"])
 def test_an_op_that_takes_gaps_gets_them_as_sequences(scores: ScoreOptions) -> None:
     """One call covers the whole pools despite their gaps, and rows of no task get 0."""
-    op, gapped = (
-        StrictVarlenOp(takes_gaps=True),
-        PooledTasks(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31),
-    )
+    op = StrictVarlenOp(takes_gaps=True)
+    gapped = PooledTasks(TaskBatch((2, 9), (5, 9), (0, 20), (8, 9)), 25, 31)
     pools = draw_pools(gapped, SHAPES["GQA"], torch.float64)
     results = check_exact(VarlenKernel(op), pools, gapped.tasks, scores, 1e-12)
     assert len(op.calls) == 2

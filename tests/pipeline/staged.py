@@ -112,15 +112,14 @@ def make_loss(case: Case) -> Any:
         for number in range(case.micro_batches * case.copies)
     )
 
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return (
-            cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
-            )
-            / total
-        )
+    return partial(compute_loss, total=total)
 
-    return loss
+
+def compute_loss(logits: torch.Tensor, targets: torch.Tensor, *, total: int) -> torch.Tensor:
+    summed = cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return summed / total
 
 
 def run_alone(model: Any, case: Case, loss: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from hf_distca.pipeline import clip_grad_norm_
 from hf_distca.runtime.group import AttentionGroup
-from ranks import RankPool
+from ranks import RankPools
 
 gather = AttentionGroup.gather
 EXACT = 1e-9
@@ -52,7 +51,7 @@ def backward_in_one_process(model: Any, case: Case) -> None:
     run_alone(model, case, lambda logits, targets: mean_loss(logits, targets) / count)
 
 
-def test_gradients_of_several_steps_add_up(rank_pool: Callable[[int], RankPool]) -> None:
+def test_gradients_of_several_steps_add_up(rank_pool: RankPools) -> None:
     model = make_model(CASE, "sdpa")
     backward_in_one_process(model, CASE)
     wanted = {name: STEPS * grad for name, grad in collect_gradients(model).items()}
@@ -77,8 +76,18 @@ def train_clipped(
     return norms, {name: gather_whole(weight).detach() for name, weight in held.named_parameters()}
 
 
-def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
-    """Check norms and weights against one process, and tied weights for bitwise equality."""
+@pytest.mark.parametrize(
+    ("engine", "copies"),
+    [
+        ("none", 1),
+        *(pytest.param(engine, 2, marks=pytest.mark.slow) for engine in ("ddp", "fsdp")),
+    ],
+)
+def test_gradients_are_clipped_by_the_norm_over_all_stages(
+    rank_pool: RankPools, engine: str, copies: int
+) -> None:
+    """Norms and weights are those of one process, and tied weights are bitwise equal."""
+    case = CASE._replace(copies=copies)
     model, norms = make_model(case, "sdpa"), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(STEPS):
@@ -88,26 +97,12 @@ def check_clipped(pool: RankPool, case: Case, engine: str) -> None:
         optimizer.zero_grad()
     assert all(norm > 2 * MAX_NORM for norm in norms)
     wanted = add_tied_head(model, dict(model.named_parameters()))
-    found = pool(train_clipped, case, engine)
+    found = rank_pool(2 * copies)(train_clipped, case, engine)
     for own_norms, weights in found:
         assert own_norms == pytest.approx(norms, rel=EXACT)
         check_near(weights, wanted)
     copies = [weights[name] for _, weights in found for name in TIED & weights.keys()]
     assert all(torch.equal(copies[0], copy) for copy in copies)
-
-
-def test_gradients_are_clipped_by_the_norm_over_all_stages(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
-    check_clipped(rank_pool(2), CASE, "none")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_gradients_of_replicated_and_sharded_stages_are_clipped(
-    rank_pool: Callable[[int], RankPool], engine: str
-) -> None:
-    check_clipped(rank_pool(4), CASE._replace(copies=2), engine)
 
 
 def clip_by_stage(rank: int, case: Case) -> str:
@@ -123,7 +118,7 @@ def clip_by_stage(rank: int, case: Case) -> str:
     return "no error"
 
 
-def test_tied_weights_that_drifted_apart_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_tied_weights_that_drifted_apart_are_refused(rank_pool: RankPools) -> None:
     pool = rank_pool(2)
     texts = pool(clip_by_stage, CASE)
     pool.close()  # its ranks have left their group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,7 @@ from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.route import Route
 from hf_distca.schedule.balance import balance
 from hf_distca.schedule.plan import Plan
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import PAIRS
 
 # float64 rounds near 1e-16. A gradient that is summed twice, missing or of another micro-batch is
@@ -46,7 +45,7 @@ SPECIAL = {
 }
 
 
-def test_two_stages_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+def test_two_stages_equal_one_process(rank_pool: RankPools) -> None:
     """Checkpointing repeats no attention, and a stage without a micro-batch serves others."""
     case = Case(steps=2, tied=True)
     reference = run_in_one_process(case, "sdpa")
@@ -78,7 +77,7 @@ def run_with_exchanges(rank: int, case: Case) -> tuple[Found, int]:
     return found, max(counts)
 
 
-def test_two_nano_batches_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+def test_two_nano_batches_equal_one_process(rank_pool: RankPools) -> None:
     """Calls have two nano-batches with a dispatch and a return each; recomputes repeat neither."""
     case = Case(micro_batches=3)
     reference = run_in_one_process(case, "sdpa")
@@ -117,9 +116,7 @@ def run_with_relays(rank: int, case: Case) -> tuple[Found, int]:
 
 
 @pytest.mark.parametrize("settings", [(), IN_TWO], ids=["whole", "nano-batches"])
-def test_stages_with_relays_equal_one_process(
-    rank_pool: Callable[[int], RankPool], settings: Any
-) -> None:
+def test_stages_with_relays_equal_one_process(rank_pool: RankPools, settings: Any) -> None:
     case = Case(micro_batches=3, settings=settings)
     found = rank_pool(2)(run_with_relays, case)
     assert all(relayed > 0 for _, relayed in found)
@@ -138,7 +135,7 @@ def run_with_head_groups(rank: int, case: Case) -> tuple[Found, int]:
     return found, max(groups)
 
 
-def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], RankPool]) -> None:
+def test_documents_split_by_heads_equal_one_process(rank_pool: RankPools) -> None:
     """Rows of head groups travel, also to stages that have no micro-batch and only serve."""
     # Documents are split only if bytes cost something; work moves only if they cost little.
     case = Case(
@@ -149,9 +146,7 @@ def test_documents_split_by_heads_equal_one_process(rank_pool: Callable[[int], R
     check_equal([one for one, _ in found], *run_in_one_process(case, "sdpa"), EXACT)
 
 
-def test_stages_with_different_layers_equal_one_process(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_stages_with_different_layers_equal_one_process(rank_pool: RankPools) -> None:
     """The stages have three layers and one; they share attention only in layers of one kind."""
     case = Case("gemma2", micro_batches=3, per_stage=(3, 1), steps=3)
     check_equal(
@@ -168,7 +163,7 @@ def test_stages_with_different_layers_equal_one_process(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_stages_equal_one_process(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     stages: int,
     copies: int,
     micro_batches: int,
@@ -221,7 +216,7 @@ MANY_STEPS = Case(stages=4, micro_batches=5, layers=5, steps=5)
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], case: Case) -> None:
+def test_special_cases_equal_one_process(rank_pool: RankPools, case: Case) -> None:
     found = rank_pool(case.stages * case.copies)(run_in_stages, case)
     implementation, tolerance = {"llama": ("sdpa", EXACT), **SPECIAL}.get(
         case.family, ("distca", NORMS_IN_FLOAT32)
@@ -232,9 +227,7 @@ def test_special_cases_equal_one_process(rank_pool: Callable[[int], RankPool], c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
-def test_stages_in_bfloat16_are_as_exact_as_one_process(
-    rank_pool: Callable[[int], RankPool], stages: int
-) -> None:
+def test_stages_in_bfloat16_are_as_exact_as_one_process(rank_pool: RankPools, stages: int) -> None:
     case = Case(stages=stages, dtype=torch.bfloat16, steps=3)
     loss, wanted = run_in_one_process(case._replace(dtype=torch.float64), "sdpa")
     _, alone = run_in_one_process(case, "sdpa")

@@ -4,7 +4,7 @@ padding, dealt batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from staged import (
     check_equal,
     check_near,
     collect_gradients,
+    compute_loss,
     configure,
     make_batch,
     make_batches,
@@ -31,13 +32,12 @@ from staged import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from hf_distca import PackingCollator, document_shares
 from hf_distca.integration.current_session import current_session
 from hf_distca.pipeline import Schedule, save_pretrained, split
-from ranks import RankPool
+from ranks import RankPools
 
 EXACT = 1e-9
 
@@ -47,7 +47,7 @@ EXACT = 1e-9
 @pytest.mark.parametrize("steps", [1, 2], ids=["one step", "accumulated"])
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_sharded_and_replicated_stages_equal_one_process(
-    rank_pool: Callable[[int], RankPool], how: str, steps: int, tied: bool
+    rank_pool: RankPools, how: str, steps: int, tied: bool
 ) -> None:
     case = Case(copies=2, steps=steps, tied=tied, engine=how)
     check_equal(rank_pool(4)(run_in_stages, case), *run_in_one_process(case, "sdpa"), EXACT)
@@ -83,9 +83,7 @@ def run_tensor_parallel(rank: int, case: Case) -> tuple[float, dict[str, torch.T
 
 
 @pytest.mark.slow
-def test_stages_with_tensor_parallel_layers_equal_one_process(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_stages_with_tensor_parallel_layers_equal_one_process(rank_pool: RankPools) -> None:
     """Only stages with the same heads share attention."""
     case = Case(steps=3)
     loss, gradients = run_in_one_process(case, "sdpa")
@@ -127,7 +125,7 @@ def train_adapters(rank: int, case: Case, wrapped: bool, folder: Path) -> dict[s
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_equal_one_process(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, stages: int, wrapped: bool
+    rank_pool: RankPools, tmp_path: Path, stages: int, wrapped: bool
 ) -> None:
     """One of four stages has no adapter. The saved adapter is that of the whole model."""
     from peft import PeftModel
@@ -168,7 +166,7 @@ def evaluate(rank: int, case: Case) -> tuple[float, float, int]:
 
 
 @pytest.mark.slow
-def test_an_evaluation_shares_attention(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_evaluation_shares_attention(rank_pool: RankPools) -> None:
     case = Case()
     loss, _ = run_in_one_process(case, "sdpa")
     for one, other, sent in rank_pool(2)(evaluate, case):
@@ -196,7 +194,7 @@ def train_padded(rank: int, case: Case, padding: int) -> tuple[float, dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
-def test_padding_changes_no_results(rank_pool: Callable[[int], RankPool], ping_pong: bool) -> None:
+def test_padding_changes_no_results(rank_pool: RankPools, ping_pong: bool) -> None:
     case = Case(settings=(("ping_pong", ping_pong),))
     loss, gradients = run_in_one_process(case, "sdpa")
     for found, own in rank_pool(2)(train_padded, case, 7):
@@ -206,6 +204,7 @@ def test_padding_changes_no_results(rank_pool: Callable[[int], RankPool], ping_p
 
 # Document lengths of global batches for two copies of 96 tokens.
 LENGTHS = [[150, 20, 22], [64, 64, 64], [100, 90, 2], [192]]
+DEALT_LOSS = partial(compute_loss, total=700)
 
 
 def draw_tokens(number: int, document: int, length: int) -> torch.Tensor:
@@ -237,7 +236,7 @@ def train_dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
         for name in ("input_ids", "position_ids", "shift_labels")
     )
     packed = [one["distca_documents"] for one in mine]
-    schedule = Schedule(stage, case.micro_batches, compute_loss, scale_grads=False)
+    schedule = Schedule(stage, case.micro_batches, DEALT_LOSS, scale_grads=False)
     losses = list[torch.Tensor]()
     for _ in range(2):
         stage.submod.zero_grad()
@@ -250,18 +249,9 @@ def train_dealt(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     return sum_over_ranks(losses), grads
 
 
-def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (
-        cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-        / 700
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "nano-batches"])
-def test_dealt_batches_equal_one_process(
-    rank_pool: Callable[[int], RankPool], ping_pong: bool
-) -> None:
+def test_dealt_batches_equal_one_process(rank_pool: RankPools, ping_pong: bool) -> None:
     """Documents span both copies of the model."""
     case = Case(copies=2, settings=(("ping_pong", ping_pong),))
     model, total = make_model(case, "sdpa"), 0.0
@@ -269,7 +259,7 @@ def test_dealt_batches_equal_one_process(
         for document, length in enumerate(lengths):
             tokens = draw_tokens(number, document, length)
             targets = torch.cat([tokens[1:], torch.tensor([-100])])
-            loss = compute_loss(model(input_ids=tokens[None]).logits, targets)
+            loss = DEALT_LOSS(model(input_ids=tokens[None]).logits, targets)
             loss.backward()
             total += loss.item()
     gradients = collect_gradients(model)
@@ -279,7 +269,7 @@ def test_dealt_batches_equal_one_process(
 
 
 @pytest.mark.slow
-def test_nothing_is_exchanged_without_balancing(rank_pool: Callable[[int], RankPool]) -> None:
+def test_nothing_is_exchanged_without_balancing(rank_pool: RankPools) -> None:
     case = Case(settings=(("balance", False),))
     found = rank_pool(2)(run_in_stages, case)
     check_equal(found, *run_in_one_process(case, "sdpa"), EXACT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_distca
 from pages import ROOT
-from ranks import RankPool
+from ranks import RankPools
 
 LENGTHS = [150, 20, 22, 64, 64, 64, 100, 90, 2, 192, 30, 30, 36, 96]
 TOKENS, RATE = 96, 0.5
@@ -103,7 +102,7 @@ def train_in_one_process(case: Case) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_code_of_the_page_trains_on_the_global_mean(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, copies: int
+    rank_pool: RankPools, tmp_path: Path, copies: int
 ) -> None:
     case = Case(micro_batches=2, layers=2, tied=True, copies=copies)
     make_model(case, "sdpa").save_pretrained(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_distca.errors import ConfigError
 from hf_distca.pipeline import from_pretrained, save_pretrained, split
-from ranks import RankPool
+from ranks import RankPools
 
 RATE = 0.5
 
@@ -33,28 +32,37 @@ def train(rank: int, case: Case, folder: Path) -> None:
     assert not any(tensor.is_meta for tensor in again.submod.buffers())
 
 
-def compare(found: Path, case: Case) -> None:
-    """Assert that the checkpoint has the logits of a model trained in one process."""
+SLOW_CASES = [
+    *(Case(family, stages=4, micro_batches=2) for family in ("llama", "gpt2", "starcoder2")),
+    # Loaded models multiply experts in groups, which does not support float64.
+    Case("mixtral", stages=4, micro_batches=2, dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(micro_batches=2, tied=True, layers=2),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES),
+    ],
+    ids=lambda case: f"{case.family} in {case.stages} stages",
+)
+def test_a_checkpoint_of_stages_has_the_logits_of_the_model(
+    rank_pool: RankPools, tmp_path: Path, case: Case
+) -> None:
+    rank_pool(case.stages)(train, case, tmp_path)
     model = make_model(case, "sdpa")
     run_alone(model, case, make_loss(case))
     torch.optim.SGD(model.parameters(), lr=RATE).step()
     plain, info = AutoModelForCausalLM.from_pretrained(
-        found, attn_implementation="sdpa", output_loading_info=True
+        tmp_path, attn_implementation="sdpa", output_loading_info=True
     )
     assert not any(info.values())
     ids = make_batch(case, 1)[0]
     logits, wanted = (one(input_ids=ids).logits for one in (plain.eval(), model.eval()))
     tolerance = 1e-7 if case.dtype == torch.float64 else 1e-4
     assert (logits - wanted).abs().max() < tolerance * wanted.abs().max()
-    assert sorted(file.name for file in found.iterdir() if file.name.startswith(".")) == []
-
-
-def test_a_checkpoint_of_two_stages_is_that_of_the_model(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
-) -> None:
-    case = Case(micro_batches=2, tied=True, layers=2)
-    rank_pool(2)(train, case, tmp_path)
-    compare(tmp_path, case)
+    assert not list(tmp_path.glob(".*"))
 
 
 def save_untrained(rank: int, case: Case, folder: Path, adapter: bool) -> None:
@@ -71,7 +79,7 @@ def save_untrained(rank: int, case: Case, folder: Path, adapter: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_replaces_older_ones_and_killed_saves(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     """Older checkpoints have one file or more shards; killed saves leave folders."""
     case, old = Case(layers=2), {"old": torch.zeros(1)}
@@ -115,24 +123,8 @@ def check_loading(rank: int, folder: Path) -> None:
 
 
 def test_stages_load_a_subfolder_and_check_mesh_and_layers(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path
+    rank_pool: RankPools, tmp_path: Path
 ) -> None:
     make_model(Case(layers=2), "sdpa").save_pretrained(tmp_path)
     make_model(Case(layers=4), "sdpa").save_pretrained(tmp_path / "inner")
     rank_pool(2)(check_loading, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "starcoder2"])
-def test_a_checkpoint_of_four_stages_is_that_of_the_model(
-    rank_pool: Callable[[int], RankPool], tmp_path: Path, family: str
-) -> None:
-    # Loaded models multiply experts in groups, which does not support float64.
-    case = Case(
-        family,
-        stages=4,
-        micro_batches=2,
-        dtype=torch.float32 if family == "mixtral" else torch.float64,
-    )
-    rank_pool(4)(train, case, tmp_path)
-    compare(tmp_path, case)

@@ -31,11 +31,11 @@ from hf_distca.errors import ConfigError, UnsupportedError
 from hf_distca.pipeline import Schedule, split
 from hf_distca.pipeline.stage_step import Messages
 from hf_distca.runtime.group import AttentionGroup
-from ranks import RankPool
+from ranks import RankPools
 
 
 @pytest.fixture(autouse=True)
-def _close_ranks(rank_pool: Callable[[int], RankPool]) -> Iterator[None]:
+def _close_ranks(rank_pool: RankPools) -> Iterator[None]:
     """Close the ranks after each test: a wait that times out closes connections of the world."""
     yield
     rank_pool(2).close()
@@ -98,7 +98,7 @@ def differ_in_step(rank: int, what: str) -> tuple[str, float]:
 
 
 @pytest.mark.slow
-def test_a_stage_that_raises_is_named_with_its_tick(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_stage_that_raises_is_named_with_its_tick(rank_pool: RankPools) -> None:
     """The third forward of stage 1 is that of micro-batch 1, the second one of the step."""
     (first, _), (second, _) = rank_pool(2)(fail_in_step, "raises")
     assert second == "ValueError: disturbed"
@@ -110,7 +110,7 @@ def test_a_stage_that_raises_is_named_with_its_tick(rank_pool: Callable[[int], R
 
 
 @pytest.mark.slow
-def test_a_stage_that_sleeps_is_reported_as_silent(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_stage_that_sleeps_is_reported_as_silent(rank_pool: RankPools) -> None:
     (error, seconds), _ = rank_pool(2)(fail_in_step, "sleeps")
     assert error.startswith("DistCADesyncError: ")
     assert "rank 1 is silent" in error
@@ -215,7 +215,7 @@ DOCUMENTS = "ranks 0 and 1 are stages of one copy of the model and have differen
     ],
 )
 def test_errors_name_the_difference_between_ranks(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     function: Callable[..., tuple[str, float]],
     what: str,
     said: str,
@@ -226,9 +226,7 @@ def test_errors_name_the_difference_between_ranks(
         assert seconds < TIMEOUT
 
 
-def test_configure_between_steps_on_one_rank_fails_on_all_at_once(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_configure_between_steps_on_one_rank_fails_on_all_at_once(rank_pool: RankPools) -> None:
     (first, seconds), (second, _) = rank_pool(2)(differ_on_rank_1, "configure")
     assert second.startswith("ConfigError: ")
     assert "make the Schedule again" in second
@@ -236,7 +234,7 @@ def test_configure_between_steps_on_one_rank_fails_on_all_at_once(
     assert seconds < TIMEOUT
 
 
-def test_float16_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_float16_is_refused(rank_pool: RankPools) -> None:
     for error, _ in rank_pool(2)(differ_on_rank_1, "float16"):
         assert error.startswith("UnsupportedError: ")
         assert "float16 needs a GradScaler" in error
@@ -253,7 +251,7 @@ def freeze_embedding(rank: int, when: str) -> tuple[str, float]:
 
 
 @pytest.mark.slow
-def test_an_embedding_frozen_on_one_stage_is_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_embedding_frozen_on_one_stage_is_refused(rank_pool: RankPools) -> None:
     for error, seconds in rank_pool(2)(freeze_embedding, "first"):
         assert error.startswith("ConfigError: ")
         assert (
@@ -294,7 +292,7 @@ def test_waits_are_bounded_in_a_world_without_a_backend(tmp_path: Path) -> None:
     assert seconds < SLACK
 
 
-def test_unsupported_settings_and_models_are_refused(rank_pool: Callable[[int], RankPool]) -> None:
+def test_unsupported_settings_and_models_are_refused(rank_pool: RankPools) -> None:
     rank_pool(2)(check_refusals)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +24,7 @@ from staged import (
 )
 
 from hf_distca.pipeline import Schedule
-from ranks import RankPool
+from ranks import RankPools
 
 TOKENS = (96, 96, 48, 96)  # of each micro-batch, by step
 
@@ -66,7 +65,7 @@ def accumulate(rank: int, case: Case, sharded: bool, evaluated: str) -> dict[str
 @pytest.mark.parametrize("evaluated", ["the schedule", "another schedule"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
 def test_gradients_survive_other_shapes_and_evaluations(
-    rank_pool: Callable[[int], RankPool], sharded: bool, evaluated: str
+    rank_pool: RankPools, sharded: bool, evaluated: str
 ) -> None:
     case = Case(tied=True)
     wanted = sum_gradients(case)
@@ -99,7 +98,7 @@ def list_messages(rank: int, case: Case) -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_all_stages_take_part_in_the_first_message(rank_pool: Callable[[int], RankPool]) -> None:
+def test_all_stages_take_part_in_the_first_message(rank_pool: RankPools) -> None:
     for first, second in rank_pool(3)(list_messages, Case(stages=3, layers=3, micro_batches=2)):
         assert first == ["all", *second]
         assert set(second) == {"some"}
@@ -119,7 +118,7 @@ def run_moved_stage(rank: int, case: Case) -> dict[str, torch.Tensor]:
     return collect_gradients(held)
 
 
-def test_a_stage_runs_on_the_device_of_its_weights(rank_pool: Callable[[int], RankPool]) -> None:
+def test_a_stage_runs_on_the_device_of_its_weights(rank_pool: RankPools) -> None:
     case = Case(layers=2, micro_batches=2)
     _, gradients = run_in_one_process(case, "sdpa")
     for own in rank_pool(2)(run_moved_stage, case):

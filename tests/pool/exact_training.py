@@ -182,10 +182,8 @@ def draw_batch(rank: int, number: int) -> dict[str, Any]:
 def _make_spanning(rank: int, number: int) -> dict[str, Any]:
     """Make a part of a document that lies on all ranks, and a short document."""
     part = TOKENS - 16
-    long, short = (
-        documents(part * dist.get_world_size(), seed=number)[0],
-        documents(16, seed=100 * number + rank)[0],
-    )
+    long = documents(part * dist.get_world_size(), seed=number)[0]
+    short = documents(16, seed=100 * number + rank)[0]
     here = long[rank * part : (rank + 1) * part]
     targets = [*long[rank * part + 1 :], -100][:part]
     positions = torch.cat([torch.arange(rank * part, (rank + 1) * part), torch.arange(16)])

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch.distributed as dist
+from pool_forks import run_here
 from torch._C._distributed_c10d import TCPStore
 
 import forks
@@ -119,6 +120,9 @@ class Launch(RankPool):
         self._written.cleanup()
 
 
+Launcher = Callable[[int, int], Launch]  # type of the fixture `launch`
+
+
 def pooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
     """Run a function on a rank that trains, with servers."""
     told: Counter[str] = Counter()
@@ -152,6 +156,14 @@ def unpooled(rank: int, function: Callable[..., Any], *args: Any) -> Trained:
         return Trained(function(rank, *args))
 
 
+def run_both_ways(
+    launch: Launch, function: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[list[Trained], list[Trained]]:
+    """Run a function without and then with servers; return the results with and without."""
+    theirs = launch(unpooled, function, *args, **options)
+    return launch(pooled, function, *args, **options), theirs
+
+
 def _join(size: int, servers: int, port: int, rank: int) -> None:
     """Become a process that torchrun would start: a rank that trains, or a server, which does not
     return.
@@ -180,10 +192,6 @@ def _be_server(rank: int, join: Callable[[int], None], asked: Connection, output
     log = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-
-    def run_here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        exec(arguments[-1], {})
 
     class Answering(pool_server.Server):
         """A server that reports when it is idle."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from socket import create_server
 from typing import Any
 from unittest.mock import patch
 
@@ -20,17 +19,9 @@ import trains_with_servers
 
 import forks
 from hf_distca.tools.run import Options, begin
+from scripts import find_free_port
 
 LIMIT = 60.0  # seconds, after which a process counts as stuck
-
-
-def find_free_ports(count: int) -> list[int]:
-    """Find ports of this host at which no process listens."""
-    sockets = [create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listening.getsockname()[1] for listening in sockets]
-    for listening in sockets:
-        listening.close()
-    return ports
 
 
 class Started:
@@ -93,7 +84,7 @@ class Forks:
     def __init__(self, folder: Path, trainers: int = 2, servers: int = 1) -> None:
         self.folder, self.started = folder, list[Started]()
         self._trainers, self._servers = trainers, servers
-        (self._port,) = find_free_ports(1)
+        self._port = find_free_port()
 
     def start(self, name: str, function: Callable[..., object], *args: Any, rank: int) -> Started:
         size = str(self._trainers + self._servers)
@@ -107,7 +98,7 @@ class Forks:
             WORLD_SIZE=size,
             LOCAL_WORLD_SIZE=size,
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self._port),
+            MASTER_PORT=self._port,
         )
         self.started.append(started)
         return started
@@ -146,6 +137,17 @@ def kill_at_end(folder: Path, trainers: int = 2, servers: int = 1) -> Iterator[F
             process.kill()
 
 
+def read_losses(output: str) -> list[float]:
+    """Read the losses that rank 0 printed."""
+    return [float(loss) for loss in re.findall(r"rank 0 step \d+ loss (\S+)", output)]
+
+
+def run_here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    """Run the code of a server in this process; stands for `os.execve`."""
+    os.environ.update(environment)
+    exec(arguments[-1], {})
+
+
 def _run_in_group(output: Path, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.setpgid(0, 0)
     # Background jobs of a shell and their children ignore SIGINT.
@@ -159,10 +161,6 @@ def _run_in_group(output: Path, function: Callable[..., object], args: tuple[Any
 
 def _serve(options: Options, version: str | None, stuck_in: str | None) -> None:
     from hf_distca.pool import meeting, server
-
-    def run_here(_program: str, arguments: list[str], environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)
-        exec(arguments[-1], {})
 
     if version is not None:
         patch.object(meeting, "version", lambda _: version).start()

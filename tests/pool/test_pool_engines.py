@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from case import Case
-from launches import Launch, pooled, unpooled
+from launches import Launch, run_both_ways
 from tiny_llama import LAYERS
 
 from engines import train
@@ -66,8 +66,7 @@ def launches() -> Iterator[Launches]:
 
 def check(launches: Launches, case: Case, servers: int) -> None:
     launch = launches.get(case, servers)
-    theirs = launch(unpooled, train, case, "distca", timeout=TIMEOUT)
-    ours = launch(pooled, train, case, "distca", timeout=TIMEOUT)
+    ours, theirs = run_both_ways(launch, train, case, "distca", timeout=TIMEOUT)
     tolerance = 1e-6 if case.precision == "float32" else 1e-3
     for here, there in zip(ours, theirs, strict=True):
         assert len(here.value.losses) == case.steps

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pool_forks import Forks, Started, kill_at_end
+from pool_forks import Forks, Started, kill_at_end, read_losses
 
 STEPS, ENDLESS = 6, 10**6
 SOON = 60.0  # seconds until all have ended on a busy machine
@@ -33,10 +33,6 @@ def join(*processes: Started, within: float = SOON) -> list[int]:
     """Wait for processes, and return their exit statuses."""
     deadline = time.monotonic() + within
     return [process.join(deadline - time.monotonic()) for process in processes]
-
-
-def read_losses(trainer: Started) -> list[float]:
-    return [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", trainer.output)]
 
 
 def locate(server: Started) -> tuple[str, int]:
@@ -64,7 +60,8 @@ def test_late_server_changes_no_losses(running: Forks, tmp_path: Path) -> None:
     time.sleep(2)
     server = running.start_server()
     assert join(*trainers, server) == [0, 0, 0], trainers[0].output
-    assert read_losses(trainers[0]) == pytest.approx(read_losses(alone[0]), rel=1e-6)
+    losses = [read_losses(launched[0].output) for launched in (trainers, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert "is rank 2 of 3, and serves the 2 that train" in server.output
     assert "served 24 calls of attention in 6 micro-batches" in server.output
     check_server(server, "the run is over")

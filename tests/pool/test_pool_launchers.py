@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from pool_forks import find_free_ports, kill_at_end
+from pool_forks import kill_at_end, read_losses
 
 from pages import ROOT
+from scripts import find_free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 
@@ -101,10 +102,6 @@ def losses_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[flo
     return losses
 
 
-def read_losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"rank 0 step \d+ loss (\S+)", output)]
-
-
 @pytest.mark.parametrize(
     ("launch", "ranks"),
     [
@@ -129,7 +126,7 @@ def test_last_processes_of_a_launch_serve(
 ) -> None:
     """With one process that trains, the script begins no process group."""
     shutil.copy(ROOT / "configs/accelerate/cpu_2_processes.yaml", shell.folder / "cpu.yaml")
-    (port,) = find_free_ports(1)
+    port = find_free_port()
     launch = launch.replace("launch ", f"launch --main_process_port {port} ").replace(
         "--nproc", f"--master_port {port} --nproc"
     )
@@ -166,7 +163,7 @@ def test_servers_without_training_ranks_or_launcher_are_refused(
 
 @pytest.mark.parametrize("fault", ["server", "launcher", "raises:1"])
 def test_launch_that_ends_early_leaves_no_processes(fault: str, shell: Shell) -> None:
-    (port,) = find_free_ports(1)
+    port = find_free_port()
     launch = (
         f"hf-distca run --servers 1 torchrun --nproc_per_node 3 --master_port {port} train.py"
         " 1000000 "

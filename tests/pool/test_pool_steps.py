@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +11,7 @@ import datasets
 import pytest
 import torch
 from exact_training import LAYERS, build_model, compute_loss, draw_batch
-from launches import Launch, pooled, unpooled
+from launches import Launch, Launcher, pooled, run_both_ways
 from tiny import build
 
 import hf_distca
@@ -44,9 +43,7 @@ def work_alone(rank: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["evaluation", "generate"])
-def test_work_on_rank_0_alone_sends_no_steps_to_servers(
-    launch: Callable[[int, int], Launch], what: str
-) -> None:
+def test_work_on_rank_0_alone_sends_no_steps_to_servers(launch: Launcher, what: str) -> None:
     ours = launch(2, 1)(pooled, work_alone, what)
     assert ours[0].told["begin"] == 2 * 2 * LAYERS
 
@@ -59,9 +56,7 @@ def train_unmoved(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["too little gain", "not balanced"])
-def test_servers_get_no_attention_steps_if_nothing_moves(
-    launch: Callable[[int, int], Launch], how: str
-) -> None:
+def test_servers_get_no_attention_steps_if_nothing_moves(launch: Launcher, how: str) -> None:
     told = launch(2, 1)(pooled, train_unmoved, how)[0].told
     assert told["make_layer_plan"] == 1
     assert not any(told[step] for step in ATTENTION)
@@ -85,11 +80,8 @@ def alternate_sessions(rank: int) -> list[float]:
     return losses
 
 
-def test_alternating_sessions_have_the_same_losses_with_servers(
-    launch: Callable[[int, int], Launch],
-) -> None:
-    started = launch(2, 1)
-    theirs, ours = started(unpooled, alternate_sessions), started(pooled, alternate_sessions)
+def test_alternating_sessions_have_the_same_losses_with_servers(launch: Launcher) -> None:
+    ours, theirs = run_both_ways(launch(2, 1), alternate_sessions)
     for here, there in zip(ours, theirs, strict=True):
         assert here.value == pytest.approx(there.value, rel=1e-12)
     assert ours[0].told["begin"] == 2 * LAYERS * (3 * 2 + 2 * 2 * 2)
@@ -105,14 +97,8 @@ def run_late_backward(rank: int) -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def test_backward_after_new_settings_has_the_same_gradients(
-    launch: Callable[[int, int], Launch],
-) -> None:
-    started = launch(2, 1)
-    theirs, ours = (
-        started(unpooled, run_late_backward),
-        started(pooled, run_late_backward),
-    )
+def test_backward_after_new_settings_has_the_same_gradients(launch: Launcher) -> None:
+    ours, theirs = run_both_ways(launch(2, 1), run_late_backward)
     for here, there in zip(ours, theirs, strict=True):
         torch.testing.assert_close(here.value, there.value, rtol=1e-12, atol=1e-14)
 
@@ -125,9 +111,8 @@ def learn_costs(rank: int) -> tuple[list[float], bool]:
     return losses, bool(hf_distca.metrics(gather=True).figures()["distca/imbalance_measured_after"])
 
 
-def test_costs_learned_with_servers_change_no_losses(launch: Callable[[int, int], Launch]) -> None:
-    started = launch(2, 1)
-    theirs, ours = started(unpooled, learn_costs), started(pooled, learn_costs)
+def test_costs_learned_with_servers_change_no_losses(launch: Launcher) -> None:
+    ours, theirs = run_both_ways(launch(2, 1), learn_costs)
     for here, there in zip(ours, theirs, strict=True):
         assert here.value[0] == pytest.approx(there.value[0], rel=1e-12)
         assert here.value[1]
@@ -139,10 +124,8 @@ def count_lookups(rank: int) -> list[int]:
     hf_distca.configure(settings())
     model = build("nemotron_h", "distca", torch.float64)
     data = datasets.Dataset.from_dict({"input_ids": documents(150, 20, 90, 33, 60, 31)})
-    shares, counts = (
-        hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64),
-        [],
-    )
+    shares = hf_distca.document_shares(data, 64, model=model, ranks=2, dtype=torch.float64)
+    counts = list[int]()
     for number in range(3):
         batch = hf_distca.PackingCollator()([shares[2 * number + rank]])
         with patch.object(
@@ -153,9 +136,7 @@ def count_lookups(rank: int) -> list[int]:
     return counts
 
 
-def test_training_group_of_a_hybrid_model_is_looked_up_once(
-    launch: Callable[[int, int], Launch],
-) -> None:
+def test_training_group_of_a_hybrid_model_is_looked_up_once(launch: Launcher) -> None:
     for trained in launch(2, 1)(pooled, count_lookups):
         assert trained.value == [1, 0, 0]
 

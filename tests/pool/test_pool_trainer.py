@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dealt_hybrids import Case as Hybrid
 from dealt_hybrids import train as train_hybrid
-from launches import Launch, Trained, pooled, unpooled
+from launches import Launch, Launcher, Trained, pooled, run_both_ways, unpooled
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
@@ -86,7 +86,7 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
 def test_world_samplers_and_checkpoints_are_the_same_with_servers(
-    launch: Callable[[int, int], Launch], tmp_path: Path, trainers: int, servers: int
+    launch: Launcher, tmp_path: Path, trainers: int, servers: int
 ) -> None:
     started = launch(trainers, servers)
     theirs = started(unpooled, train_and_save, str(tmp_path / "without"))
@@ -153,10 +153,9 @@ def evaluate(rank: int, balance_evaluation: bool, ping_pong: bool) -> dict[str, 
 
 @pytest.mark.parametrize("balance_evaluation", in_turn([False, True], 4))
 def test_evaluation_between_steps_changes_no_losses(
-    launch: Callable[[int, int], Launch], balance_evaluation: bool
+    launch: Launcher, balance_evaluation: bool
 ) -> None:
-    started = launch(2, 1)
-    theirs, ours = (started(run, evaluate, balance_evaluation, True) for run in (unpooled, pooled))
+    ours, theirs = run_both_ways(launch(2, 1), evaluate, balance_evaluation, True)
     check_losses(ours, theirs)
     halves, layers, batches = 2, 2, 3 if balance_evaluation else 0
     assert ours[0].told["begin"] == halves * layers * (2 * 4 + 2 * batches)
@@ -179,13 +178,10 @@ def train_in_turn(rank: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1)])
 def test_consecutive_trainers_leave_few_plans_on_servers(
-    launch: Callable[[int, int], Launch], trainers: int, servers: int
+    launch: Launcher, trainers: int, servers: int
 ) -> None:
     started = launch(trainers, servers)
-    theirs, ours = (
-        started(unpooled, train_in_turn),
-        started(pooled, train_in_turn),
-    )
+    ours, theirs = run_both_ways(started, train_in_turn)
     check_losses(ours, theirs)
     (server, *_) = started.ask_servers()
     assert server.kept["Call"] == 0
@@ -215,10 +211,10 @@ def deal(rank: int, ping_pong: bool, workers: int) -> dict[str, Any]:
 @pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 1), (3, 1), (2, 2)])
 def test_trainer_with_dealt_documents_has_the_same_losses(
-    launch: Callable[[int, int], Launch], trainers: int, servers: int, ping_pong: bool
+    launch: Launcher, trainers: int, servers: int, ping_pong: bool
 ) -> None:
     started = launch(trainers, servers)
-    theirs, ours = (started(run, deal, ping_pong, 0) for run in (unpooled, pooled))
+    ours, theirs = run_both_ways(started, deal, ping_pong, 0)
     check_losses(ours, theirs)
     assert all(server.kernel_calls > 0 for server in started.ask_servers())
 
@@ -226,12 +222,8 @@ def test_trainer_with_dealt_documents_has_the_same_losses(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_shares_planned_by_loader_workers_give_the_same_losses() -> None:
-    started = Launch(2, 1, daemon=False)  # daemons cannot have workers
-    try:
-        theirs, ours = (started(run, deal, True, 1, timeout=250.0) for run in (unpooled, pooled))
-        check_losses(ours, theirs)
-    finally:
-        started.close()
+    with closing(Launch(2, 1, daemon=False)) as started:  # daemons cannot have workers
+        check_losses(*run_both_ways(started, deal, True, 1, timeout=250.0))
 
 
 def train_case(rank: int, case: Hybrid) -> dict[str, Any]:
@@ -256,10 +248,9 @@ def train_case(rank: int, case: Hybrid) -> dict[str, Any]:
     ids=str,
 )
 def test_hybrid_model_with_dealt_documents_has_the_same_weights(
-    launch: Callable[[int, int], Launch], case: Hybrid, servers: int
+    launch: Launcher, case: Hybrid, servers: int
 ) -> None:
-    started = launch(case.ranks, servers)
-    theirs, ours = (started(run, train_case, case, timeout=200.0) for run in (unpooled, pooled))
+    ours, theirs = run_both_ways(launch(case.ranks, servers), train_case, case, timeout=200.0)
     check_losses(ours, theirs)
     for here, there in zip(ours, theirs, strict=True):
         torch.testing.assert_close(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from exact_training import LAYERS, Exact, train
-from launches import Launch, Served, Trained, pooled, unpooled
+from launches import Launch, Launcher, run_both_ways
 
 from turns import in_turn
 
@@ -40,35 +38,30 @@ SLOW = [
 WORLDS = [(2, 1), (3, 1), (2, 2)]
 
 
-def compare(launch: Launch, case: Exact) -> tuple[list[Trained], list[Served]]:
-    """Train a case with and without servers, and return the results with servers."""
-    theirs = launch(unpooled, train, case)
-    ours, served = launch(pooled, train, case), launch.ask_servers()
-    close = {"rtol": 1e-12, "atol": 1e-14}
+def check(launch: Launch, case: Exact) -> None:
+    """Compare a case with and without servers, which must receive no unnecessary steps."""
+    ours, theirs = run_both_ways(launch, train, case)
     for here, there in zip(ours, theirs, strict=True):
         assert here.value.losses == pytest.approx(there.value.losses, rel=1e-12)
         assert here.value.evaluated == pytest.approx(there.value.evaluated, rel=1e-12)
-        for name, weight in there.value.weights.items():
-            torch.testing.assert_close(
-                here.value.weights[name],
-                weight,
-                **close,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        torch.testing.assert_close(here.value.weights, there.value.weights, rtol=1e-12, atol=1e-14)
     assert ours[0].share > 0.05
-    for server in served:
+    for server in launch.ask_servers():
         assert server.steps == ours[0].told
         assert server.kernel_calls > 0
         assert server.sent_bytes > 0
-    return ours, served
+    evaluated = case.steps * (
+        case.evaluated == "together" and case.changes.get("balance_evaluation", False)
+    )
+    # Forward and backward; recomputes add no calls.
+    calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)
+    assert [ours[0].told[step] for step in ("begin", "serve", "finish")] == [calls] * 3
 
 
 @pytest.mark.parametrize(
     "case", in_turn(DEFAULT, 8, [Exact(documents="dealt", changes={"ping_pong": True})]), ids=str
 )
-def test_losses_and_weights_are_the_same_with_servers(
-    launch: Callable[[int, int], Launch], case: Exact
-) -> None:
+def test_losses_and_weights_are_the_same_with_servers(launch: Launcher, case: Exact) -> None:
     check(launch(2, 1), case)
 
 
@@ -76,17 +69,6 @@ def test_losses_and_weights_are_the_same_with_servers(
 @pytest.mark.parametrize("case", [*DEFAULT, *SLOW], ids=str)
 @pytest.mark.parametrize(("trainers", "servers"), WORLDS)
 def test_every_case_has_the_same_losses_and_weights_with_servers(
-    launch: Callable[[int, int], Launch], trainers: int, servers: int, case: Exact
+    launch: Launcher, trainers: int, servers: int, case: Exact
 ) -> None:
     check(launch(trainers, servers), case)
-
-
-def check(launch: Launch, case: Exact) -> None:
-    """Compare, and check that servers receive no unnecessary steps."""
-    ours, _ = compare(launch, case)
-    evaluated = case.steps * (
-        case.evaluated == "together" and case.changes.get("balance_evaluation", False)
-    )
-    # Forward and backward; recomputes add no calls.
-    calls = LAYERS * case.halves * (2 * case.micro_batches + evaluated)
-    assert [ours[0].told[step] for step in ("begin", "serve", "finish")] == [calls] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -105,7 +106,9 @@ def some_rows(ranks: int = 4, steps: int = 4) -> list[Row]:
     return rows
 
 
-def write_record(folder: Path, rows: list[Row]) -> Path:
+def write_record(folder: Path, rows: Sequence[Row | str]) -> Path:
+    """Write rows, or lines as they are, to the record of a run."""
     folder.mkdir(exist_ok=True)
-    (folder / RECORD_NAME).write_text("".join(write_row(row) + "\n" for row in rows))
+    lines = [row if isinstance(row, str) else write_row(row) for row in rows]
+    (folder / RECORD_NAME).write_text("".join(f"{line}\n" for line in lines))
     return folder

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 from some_run import some_rows, write_record
 
-from cli_runs import check_one_line, run
+from cli_runs import check_one_line, run, run_well
 from pages import words_of
 
 
 def test_report_writes_a_page_and_prints_its_figures(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    result = run("report", write_record(tmp_path / "run", some_rows()), "--output", page)
-    assert result.exit_code == 0, result.output
+    result = run_well("report", write_record(tmp_path / "run", some_rows()), "--output", page)
     *cards, last = result.stdout.splitlines()
     assert [" -> " in card for card in cards] == [True, False, False], "the gain comes first"
     assert last == f"The page: {page}"
@@ -23,8 +22,7 @@ def test_report_writes_a_page_and_prints_its_figures(tmp_path: Path) -> None:
 def test_json_option_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_record(tmp_path / "run", some_rows())
-    result = run("report", folder, "--step", 2, "--json")
-    assert result.exit_code == 0, result.output
+    result = run_well("report", folder, "--step", 2, "--json")
     figures = json.loads(result.stdout)
     assert figures["plan"]["step"] == 2
     assert figures["steps"][3]["step"] == 4
@@ -71,8 +69,7 @@ def test_report_commands_of_the_pages_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     write_record(tmp_path / "outputs" / "finetune_long_documents", some_rows())
-    result = run(*words[1:])
-    assert result.exit_code == 0, result.output
+    run_well(*words[1:])
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == (
         [] if page is None else [page]
     )

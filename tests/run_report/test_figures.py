@@ -79,18 +79,8 @@ def test_pieces_of_a_plan_add_up_to_tokens_and_seconds(tmp_path: Path, step: int
 def test_invalid_speeds_of_a_plan_are_refused(tmp_path: Path, speeds: list[Any]) -> None:
     row = plan_row(1)
     text = write_row(replace(row, parts=[replace(row.parts[0], speeds=[1.0] * 4)]))
-    (tmp_path / RECORD_NAME).write_text(
-        "".join(
-            [
-                write_row(RUN),
-                "\n",
-                text.replace('"speeds":[1.0,1.0,1.0,1.0]', f'"speeds":{json.dumps(speeds)}'),
-                "\n",
-            ]
-        )
-        + write_row(steps_row(row))
-        + "\n"
-    )
+    text = text.replace('"speeds":[1.0,1.0,1.0,1.0]', f'"speeds":{json.dumps(speeds)}')
+    write_record(tmp_path, [RUN, text, steps_row(row)])
     with pytest.raises(ReportError, match=r"is not a record of a run: .* Move the file away"):
         figures(tmp_path)
 
@@ -207,8 +197,7 @@ NO_PAGE: dict[str, tuple[list[Row | str] | None, int | None, str]] = {
 def test_record_without_the_rows_of_a_page_is_refused(tmp_path: Path, name: str) -> None:
     rows, step, message = NO_PAGE[name]
     if rows is not None:
-        lines = [row if isinstance(row, str) else write_row(row) for row in rows]
-        (tmp_path / RECORD_NAME).write_text("".join(f"{line}\n" for line in lines))
+        write_record(tmp_path, rows)
     with pytest.raises(ReportError) as error:
         figures(tmp_path, step)
     assert message in str(error.value)

@@ -29,14 +29,10 @@ def list_package_calls(frame: FrameType | None) -> list[str]:
     return names
 
 
-def test_attention_reaches_the_kernel_in_few_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_reaches_the_kernel_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     hf_distca.configure()
-    module, handle = (
-        torch.nn.Linear(1, 1).train(),
-        make_handle(1, 50),
-    )
+    module = torch.nn.Linear(1, 1).train()
+    handle = make_handle(1, 50)
     q, k, v = (torch.randn(1, heads, 50, 16, requires_grad=True) for heads in (4, 2, 2))
     documents = PackedDocuments((30, 20))
     calls: list[str] = []

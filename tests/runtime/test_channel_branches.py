@@ -6,7 +6,7 @@ paths also run with CPU tensors over gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from checkpointed import checkpoint_layers
 from hf_distca.integration.current_session import current_session
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup
-from ranks import RankPool
+from ranks import RankPools
 from tiny_runs import settings, tiny_llama
 
 LENGTHS = ([96], [24, 1, 23, 24, 24])
@@ -128,7 +128,7 @@ def compare_branches(rank: int, name: str, checkpointing: bool) -> dict[str, Any
     [("plain", False), ("ping-pong", True)],
 )
 def test_message_paths_give_bitwise_equal_results(
-    rank_pool: Callable[[int], RankPool], name: str, checkpointing: bool
+    rank_pool: RankPools, name: str, checkpointing: bool
 ) -> None:
     found = rank_pool(2)(compare_branches, name, checkpointing)
     for one in found:
@@ -164,6 +164,6 @@ def run_staged_exchange(rank: int) -> list[list[int]]:
 
 
 def test_staged_messages_are_copied_at_the_start_and_arrive_at_the_wait(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
 ) -> None:
     assert rank_pool(2)(run_staged_exchange) == [[[99], [11]], [[99], [10]]]

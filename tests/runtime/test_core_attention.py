@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan, Relays
-from ranks import RankPool
+from ranks import RankPools
 
 Segments = list[list[tuple[int, int, int]]]
 Tasks = list[CATask]
@@ -186,29 +185,20 @@ def draw_case(random_: random.Random, world: int) -> tuple[Segments, list[int], 
     )
 
 
-def list_home_tasks(ranks: Segments) -> Tasks:
-    """List one task for each segment, on its home rank."""
-    return [
-        CATask(document, start, start + length, rank, rank)
-        for rank, row in enumerate(ranks)
-        for document, start, length in row
-    ]
-
-
-def draw_head_groups(random_: random.Random, world: int, tasks: Tasks) -> tuple[list[int], Tasks]:
+def draw_head_groups(random_: random.Random, ranks: Segments) -> tuple[list[int], Tasks]:
     """Draw documents to split by heads, and tasks whose head groups go to random servers."""
-    split = [
-        document for document in sorted({task.document for task in tasks}) if random_.random() < 0.6
-    ]
+    documents = sorted({document for row in ranks for document, *_ in row})
+    split = [document for document in documents if random_.random() < 0.6]
     found = []
-    for task in tasks:
-        number = task.document * (KEY_HEADS + 1)
-        if task.document not in split:
-            found.append(task._replace(document=number))
-            continue
-        for group in range(KEY_HEADS):
-            server = random_.choice([task.home, random_.randrange(world)])
-            found.append(task._replace(document=number + 1 + group, server=server))
+    for home, row in enumerate(ranks):
+        for document, start, length in row:
+            number = document * (KEY_HEADS + 1)
+            if document not in split:
+                found.append(CATask(number, start, start + length, home, home))
+                continue
+            for group in range(1, KEY_HEADS + 1):
+                server = random_.choice([home, random_.randrange(len(ranks))])
+                found.append(CATask(number + group, start, start + length, home, server))
     return split, found
 
 
@@ -219,7 +209,7 @@ def run_untagged(rank: int, *arguments: Any) -> Result:
         return run_plan(rank, *arguments)
 
 
-def test_random_plans_are_exact_without_message_tags(rank_pool: Callable[[int], RankPool]) -> None:
+def test_random_plans_are_exact_without_message_tags(rank_pool: RankPools) -> None:
     pool = rank_pool(2)
     for seed in range(20):
         ranks, context, tasks = draw_case(random.Random(seed), 2)
@@ -233,9 +223,7 @@ WORLDS = [2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 @pytest.mark.parametrize("world", [1, *WORLDS])
-def test_random_layouts_and_plans_are_exact(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
+def test_random_layouts_and_plans_are_exact(rank_pool: RankPools, world: int) -> None:
     pool = rank_pool(world)
 
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -257,16 +245,14 @@ def test_random_layouts_and_plans_are_exact(
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_documents_split_by_heads_are_exact(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
+def test_documents_split_by_heads_are_exact(rank_pool: RankPools, world: int) -> None:
     pool = rank_pool(world)
 
     @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False), st.booleans())
     def check(random_: random.Random, with_sink: bool) -> None:
         ranks, _, _ = draw_case(random_, world)
-        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+        split, tasks = draw_head_groups(random_, ranks)
         results = pool(run_plan, ranks, [0] * world, tasks, SCORES, with_sink, None, split)
         check_exact(results, (ranks, split, tasks))
 

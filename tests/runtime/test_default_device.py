@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
-from ranks import RankPool
+from ranks import RankPools
 
 ROOMS = Path(__file__).parents[2] / "src" / "hf_distca"
 FILES = sorted(path for room in ("kernels", "runtime") for path in (ROOMS / room).glob("*.py"))
@@ -87,7 +87,7 @@ def run_step(rank: int, window: int | None, device: str | None) -> list[object]:
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_default_device_does_not_change_a_step(
-    rank_pool: Callable[[int], RankPool], window: int | None
+    rank_pool: RankPools, window: int | None
 ) -> None:
     plain, other = (rank_pool(2)(run_step, window, device) for device in (None, "meta"))
     for mine, expected in zip(other, plain, strict=True):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hf_distca import DistCADesyncError
 from hf_distca.runtime.channel import Channel
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.messages import MessagePart, RowRun, Rows, launch
-from ranks import RankPool
+from ranks import RankPool, RankPools
 
 
 def count_rows(world: int) -> list[list[int]]:
@@ -91,7 +92,7 @@ def send_and_return_by_way(rank: int, world: int, way: str) -> None:
     ],
 )
 def test_uneven_rows_of_several_dtypes_travel_there_and_back(
-    rank_pool: Callable[[int], RankPool], way: str, world: int
+    rank_pool: RankPools, way: str, world: int
 ) -> None:
     rank_pool(world)(send_and_return_by_way, world, way)
 
@@ -111,7 +112,7 @@ def compute_checksums(rank: int, skipped: list[int]) -> list[int]:
 
 
 def test_checksums_differ_if_equal_messages_belong_to_different_layers(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
 ) -> None:
     pool = rank_pool(2)
     one, other = pool(compute_checksums, [1, 2])
@@ -158,7 +159,7 @@ def create_group(rank: int, how: str) -> tuple[tuple[int, ...], int, list[list[i
     ],
 )
 def test_groups_hold_their_members_in_ascending_order(
-    rank_pool: Callable[[int], RankPool], how: str, expected: list[tuple[int, ...]]
+    rank_pool: RankPools, how: str, expected: list[tuple[int, ...]]
 ) -> None:
     assert rank_pool(len(expected))(create_group, how) == [
         (ranks, ranks.index(rank), [[one] for one in ranks]) for rank, ranks in enumerate(expected)
@@ -204,7 +205,7 @@ LARGE = 2**28  # bytes, which take about 0.1 s
     ],
 )
 def test_no_rank_waits_for_a_rank_that_raises_during_messages(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     table: list[list[int]],
     starts: list[float | None],
     culprit: int,
@@ -243,10 +244,7 @@ def call_alone(rank: int, said: str) -> str:
 
 @pytest.mark.parametrize("said", ALONE)
 def test_a_missing_rank_causes_an_error_that_names_the_wait(said: str) -> None:
-    pool = RankPool(2)  # not shared: the control group is broken afterwards
-    try:
+    with closing(RankPool(2)) as pool:  # not shared: the control group is broken afterwards
         message = pool(call_alone, said, timeout=60)[0]
-    finally:
-        pool.close()
     assert said in message
     assert "rank 1 is silent" in message

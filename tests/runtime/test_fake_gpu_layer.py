@@ -4,11 +4,10 @@ checks devices, dtypes and waits in whole models.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_distca
 from device_events import Device
@@ -20,29 +19,13 @@ from hf_distca.integration.current_session import current_session
 from hf_distca.integration.handle import MaskStandIn
 from hf_distca.integration.hooks.attention import distca_attention
 from hf_distca.runtime import core_attention as module
+from recorded import Operations
 
 pytestmark = needs_cpu_build
 HEADS, KEY_HEADS, DIM = 4, 2, 64
 
 
-class Launches(TorchDispatchMode):
-    """Record the names of operations, except queries of a tensor's device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if (name := function.overloadpacket.__name__) != "device":
-            self.names.append(name)
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_layer_launches_little_more_than_plain_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_layer_launches_little_more_than_plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain varlen attention needs three transposes, four views and the kernel. The layer also
     transposes log-sum-exps.
     """
@@ -58,8 +41,8 @@ def test_a_layer_launches_little_more_than_plain_attention(
         ]  # type: ignore[call-overload]
         gradient = torch.empty(100, HEADS, DIM, **shape)  # type: ignore[call-overload]
 
-        def layer(handle: MaskStandIn) -> tuple[list[str], list[str]]:
-            with Launches() as forward:
+        def layer(handle: MaskStandIn) -> tuple[Counter[str], Counter[str]]:
+            with Operations() as forward:
                 distca_attention(
                     layer_of_model,
                     *states,
@@ -67,25 +50,24 @@ def test_a_layer_launches_little_more_than_plain_attention(
                     distca_documents=PackedDocuments((60, 40)),
                     scaling=0.1,
                 )
-            with Launches() as backward:
+            with Operations() as backward:
                 tape.backward(gradient)
-            # Outputs are detached for a possible recompute.
-            return [name for name in forward.names if name != "detach"], backward.names
+            del forward.seen["aten.detach.default"]  # of outputs, for a possible recompute
+            for operations in (forward, backward):
+                del operations.seen["prim.device.default"]  # launches nothing
+            return forward.seen, backward.seen
 
         gpu.launch(1.0)
         handle = make_handle(1, 100)
         first, _ = layer(handle)
-        assert first.count("_to_copy") == 1, (
+        assert first["aten._to_copy.default"] == 1, (
             "rows and keys of whole documents share one tensor of bounds"
         )
         forward, backward = layer(handle)
-        assert sorted(forward) == [
-            "_flash_attention_forward",
-            "permute",
-            *["transpose"] * 3,
-            *["view"] * 4,
-        ]
-        assert sorted(backward) == ["_flash_attention_backward", "permute"]
+        kernel = "aten._flash_attention_{}.default"
+        moves = {"aten.permute.default": 1, "aten.transpose.int": 3, "aten.view.default": 4}
+        assert forward == {kernel.format("forward"): 1, **moves}
+        assert backward == {kernel.format("backward"): 1, "aten.permute.default": 1}
         assert (gpu.events, current_session().meter.kernel_calls) == (0, 4), (
             "kernels are timed only after a call of metrics()"
         )

@@ -245,9 +245,7 @@ def test_a_layer_is_refused_while_a_cuda_graph_is_captured(monkeypatch: pytest.M
             run()
 
 
-def test_missing_waits_and_early_frees_are_found_as_races(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_waits_and_early_frees_are_found_as_races(monkeypatch: pytest.MonkeyPatch) -> None:
     """The imitated streams must report the races that these changes of the source cause."""
 
     def raced(change: Callable[[pytest.MonkeyPatch], None], plan: Plan) -> list[str]:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -24,7 +24,7 @@ from hf_distca import DistCADesyncError
 from hf_distca.runtime import group as group_module
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.monitor import FailureMonitor
-from ranks import RankPool
+from ranks import RankPool, RankPools
 
 SHORT, LONG = 60, 4 + 3 * 1024  # numbers that a rank announces with 20 documents, and with 1024
 
@@ -60,7 +60,7 @@ def gather_rows(rank: int, lengths: list[int]) -> int:
     [[SHORT, LONG, SHORT, SHORT], [LONG, LONG - 300, LONG - 9, LONG], [0, LONG, 1, 5 * LONG]],
 )
 def test_gathered_rows_are_not_padded_to_the_longest(
-    rank_pool: Callable[[int], RankPool], lengths: list[int]
+    rank_pool: RankPools, lengths: list[int]
 ) -> None:
     received = rank_pool(4)(gather_rows, lengths)
     # Three ranks send 129 numbers each, then the rest. gloo adds about 50 bytes to a message.
@@ -84,17 +84,13 @@ def test_gathered_rows_are_not_padded_to_the_longest(
         [513, 2000],
     ],
 )
-def test_rows_of_any_length_are_gathered(
-    rank_pool: Callable[[int], RankPool], lengths: list[int]
-) -> None:
+def test_rows_of_any_length_are_gathered(rank_pool: RankPools, lengths: list[int]) -> None:
     rank_pool(2)(gather_rows, lengths)
 
 
 def compare_numbers(rank: int) -> list[bool]:
-    group, ends = (
-        AttentionGroup.find_or_create(timeout_seconds=30),
-        [np.iinfo(np.int64).min, np.iinfo(np.int64).max],
-    )
+    group = AttentionGroup.find_or_create(timeout_seconds=30)
+    ends = [np.iinfo(np.int64).min, np.iinfo(np.int64).max]
     sizes = []
 
     def all_to_all(
@@ -121,9 +117,7 @@ def compare_numbers(rank: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_numbers_are_compared_in_one_collective(
-    rank_pool: Callable[[int], RankPool], world: int
-) -> None:
+def test_numbers_are_compared_in_one_collective(rank_pool: RankPools, world: int) -> None:
     assert rank_pool(world)(compare_numbers) == [[True, False, True, False, False, False]] * world
 
 
@@ -210,9 +204,7 @@ def fail_to_connect(rank: int) -> str:
     return str(caught.value)
 
 
-def test_the_error_of_a_failed_connection_names_gloo_socket_ifname(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_the_error_of_a_failed_connection_names_gloo_socket_ifname(rank_pool: RankPools) -> None:
     for message in rank_pool(2)(fail_to_connect):
         assert "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes" in message
 
@@ -247,9 +239,7 @@ def count_receives_of_break(rank: int) -> int:
     return irecv.call_count
 
 
-def test_breaking_connections_takes_one_receive_per_communicator(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_breaking_connections_takes_one_receive_per_communicator(rank_pool: RankPools) -> None:
     assert rank_pool(4)(count_receives_of_break)[0] == 2  # one for each of two communicators
 
 
@@ -307,10 +297,8 @@ def make_groups_by_stage(rank: int, members: str) -> list[int]:
             group = AttentionGroup.create(given, timeout_seconds=10)
             rows = group.gather(np.array([rank]), activity="testing")
         assert dist.GroupMember.WORLD.bound_device_id == torch.device("cuda", 0)
-        sent, received = (
-            torch.full((2,), rank, dtype=torch.uint8),
-            torch.empty(2, dtype=torch.uint8),
-        )
+        sent = torch.full((2,), rank, dtype=torch.uint8)
+        received = torch.empty(2, dtype=torch.uint8)
         assert group.data is not None
         group.data.start(received, sent, {0: 1, 1: 1}, {0: 1, 1: 1}).wait()
     assert received.tolist() == list(ranks)
@@ -319,11 +307,8 @@ def make_groups_by_stage(rank: int, members: str) -> list[int]:
 
 @pytest.mark.parametrize("members", ["ranks", "process group"])
 def test_only_members_make_a_group_in_a_device_bound_world(members: str) -> None:
-    pool = RankPool(4)  # not shared: ranks hang if the test fails
-    try:
+    with closing(RankPool(4)) as pool:  # not shared: ranks hang if the test fails
         assert pool(make_groups_by_stage, members, timeout=200) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    finally:
-        pool.close()
 
 
 def fail_late(rank: int) -> list[bool]:
@@ -345,7 +330,7 @@ def fail_late(rank: int) -> list[bool]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_group_is_made_again_on_all_ranks_if_one_has_left_it(
-    rank_pool: Callable[[int], RankPool], world: int
+    rank_pool: RankPools, world: int
 ) -> None:
     assert rank_pool(world)(fail_late) == [[True, False, False, True]] * world
 
@@ -368,9 +353,7 @@ def time_creation(rank: int) -> float:
     return time.monotonic() - started
 
 
-def test_no_rank_has_its_group_before_all_ranks_have_made_the_group(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_no_rank_has_its_group_before_all_ranks_have_made_the_group(rank_pool: RankPools) -> None:
     """A rank that returned early and failed would break connections while others connect."""
     assert min(rank_pool(2)(time_creation)) >= 0.4
 
@@ -384,8 +367,6 @@ def list_timeouts(rank: int) -> list[float]:
     return [group.timeout_seconds for group in groups]
 
 
-def test_default_timeout_is_that_of_the_world(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_default_timeout_is_that_of_the_world(rank_pool: RankPools) -> None:
     world = dist.default_pg_timeout.total_seconds()
     assert rank_pool(2)(list_timeouts) == [[world, world, 7]] * 2

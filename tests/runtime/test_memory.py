@@ -24,7 +24,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import count_transient_bytes
 from hf_distca.schedule.plan import CATask, Plan
 from live_bytes import LiveBytes, OutsideKernel
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 HEADS, KEY_HEADS = 2, 1
@@ -105,7 +105,7 @@ def make_balanced_plan(lengths: list[list[int]], bound: int | None = None) -> Pl
 
 @pytest.mark.parametrize("world", in_turn([2, 4], 2))
 def test_kept_bytes_are_balanced_and_transient_bytes_are_bounded(
-    rank_pool: Callable[[int], RankPool], world: int
+    rank_pool: RankPools, world: int
 ) -> None:
     pool = rank_pool(world)
     local = pool(measure, Plan.make_local(Layout.from_lengths(SKEWED[world])), torch.float32)
@@ -125,7 +125,7 @@ def test_kept_bytes_are_balanced_and_transient_bytes_are_bounded(
 
 @pytest.mark.parametrize("dtype", in_turn([torch.float32, torch.bfloat16], 2), ids=str)
 def test_transient_bytes_do_not_exceed_the_estimate(
-    rank_pool: Callable[[int], RankPool], dtype: torch.dtype
+    rank_pool: RankPools, dtype: torch.dtype
 ) -> None:
     pool = rank_pool(3)
 
@@ -150,9 +150,7 @@ def test_transient_bytes_do_not_exceed_the_estimate(
     check()
 
 
-def test_many_slices_of_a_document_take_one_copy_of_its_prefix(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_many_slices_of_a_document_take_one_copy_of_its_prefix(rank_pool: RankPools) -> None:
     layout = Layout.from_lengths([[640], [640]])
     cuts = range(0, 641, 64)
     alternating = [CATask(0, a, a + 64, 0, 1 if a % 128 else 0) for a in cuts[:-1]]
@@ -186,9 +184,7 @@ def measure_bfloat16_error(rank: int, plan: Plan) -> float:
     )
 
 
-def test_gradients_of_copies_are_summed_in_float32(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_gradients_of_copies_are_summed_in_float32(rank_pool: RankPools) -> None:
     # Successive slices go to different ranks, so every key has a copy on all ranks.
     tasks = [CATask(0, a, a + 32, 0, (a // 32) % 4) for a in range(0, 1024, 32)]
     layout = Layout.from_lengths([[1024], [], [], []])
@@ -268,7 +264,7 @@ def fail_calls(rank: int, plan: Plan) -> int:
 
 @pytest.mark.parametrize("function", [drop_calls, pytest.param(fail_calls, marks=pytest.mark.slow)])
 def test_calls_that_end_early_leave_no_bytes(
-    rank_pool: Callable[[int], RankPool], function: Callable[..., Any]
+    rank_pool: RankPools, function: Callable[..., Any]
 ) -> None:
     plan = make_balanced_plan([[640], [64] * 10])
     assert plan.moved

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from hf_distca.errors import DistCADesyncError
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import FailureMonitor
 from ranks import join_world
+from scripts import find_free_port
 
 LIMIT = 60.0
 
@@ -73,9 +73,7 @@ def test_the_first_failure_is_printed_once_and_aborts_nccl(
     assert [link.aborted for link in links] == [1, 1, 1]
 
 
-def test_ranks_that_end_well_print_and_abort_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ranks_that_end_well_print_and_abort_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), links = make_monitors(3)
     first.announce_exit(None)
     second.announce_exit(None)
@@ -84,9 +82,7 @@ def test_ranks_that_end_well_print_and_abort_nothing(
     assert [link.aborted for link in links] == [0, 0, 0]
 
 
-def test_a_failure_is_printed_if_other_ranks_end_well(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_is_printed_if_other_ranks_end_well(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second, third), _ = make_monitors(3)
     raise_in_attention(second)
     first.announce_exit(None)
@@ -107,9 +103,7 @@ def test_malformed_reports_are_ignored(word: bytes, capsys: pytest.CaptureFixtur
     assert "rank 1 has left" in capsys.readouterr().err
 
 
-def test_failure_texts_contain_no_control_characters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_failure_texts_contain_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     (first, second), _ = make_monitors(2)
     second.leave("said \x1b[2J\x9b31m\u202e\x00, and\nmore of \u00e9")
     assert not first.poll()
@@ -285,7 +279,7 @@ def join_all(*processes: Any) -> list[int | None]:
     return codes
 
 
-def end_in_turn(rank: int, port: int, folder: Path) -> None:
+def end_in_turn(rank: int, port: str, folder: Path) -> None:
     keep_stderr(rank, folder)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     AttentionGroup.find_or_create(timeout_seconds=30)
@@ -294,14 +288,8 @@ def end_in_turn(rank: int, port: int, folder: Path) -> None:
 
 def test_ranks_that_end_one_after_the_other_print_nothing(tmp_path: Path) -> None:
     """The store ends with the process of rank 0."""
-    port = free_port()
+    port = find_free_port()
     assert join_all(*(forks.start(end_in_turn, rank, port, tmp_path) for rank in (0, 1))) == [0, 0]
     printed = [(tmp_path / f"stderr of rank {rank}").read_text() for rank in (0, 1)]
     # If Triton is installed, it lists leaks of its bindings when a process ends.
     assert [text.split("nanobind: leaked")[0] for text in printed] == ["", ""]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

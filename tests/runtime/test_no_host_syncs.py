@@ -8,7 +8,6 @@ tests kernels on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from hf_distca.runtime.outputs import OutputStore
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import CATask, Plan
 from host_syncs import NoHostSyncs
-from ranks import RankPool
+from ranks import RankPools
 
 HEADS, KEY_HEADS = 4, 2
 
@@ -123,7 +122,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "name", "scores", "reentrant"), CASES, ids=str)
 def test_no_layer_reads_a_tensor(
-    rank_pool: Callable[[int], RankPool],
+    rank_pool: RankPools,
     layout: str,
     name: str,
     scores: ScoreOptions,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +11,8 @@ import pytest
 from hf_distca import ConfigError
 from hf_distca.runtime.group import AttentionGroup, Members
 from hf_distca.runtime.members import find_launched_per_node, find_node_number, find_ranks_per_node
-from ranks import RankPool
+from ranks import RankPools
+from tiny_runs import logged
 
 
 @pytest.mark.parametrize(
@@ -34,9 +33,7 @@ def test_nodes_must_have_equal_sizes_and_consecutive_ranks(
     assert find_ranks_per_node(nodes) == expected
 
 
-def test_node_number_comes_from_launcher_or_host_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_node_number_comes_from_launcher_or_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     here = find_node_number()
@@ -59,20 +56,12 @@ def find_nodes(
     rank: int, nodes: list[int], members: tuple[int, ...]
 ) -> tuple[int | None, list[str]]:
     """Return the ranks per node that a rank finds, and its log messages."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("hf_distca")
-    log.addHandler(handler)
-    try:
-        with patch.dict(os.environ, GROUP_RANK=str(nodes[rank]), LOCAL_WORLD_SIZE="2"):
-            if rank not in members:
-                return None, []
-            return AttentionGroup.create(
-                Members(members, "gloo"), timeout_seconds=30
-            ).per_node, logged
-    finally:
-        log.removeHandler(handler)
+    environment = {"GROUP_RANK": str(nodes[rank]), "LOCAL_WORLD_SIZE": "2"}
+    with logged() as said, patch.dict(os.environ, environment):
+        if rank not in members:
+            return None, []
+        group = AttentionGroup.create(Members(members, "gloo"), timeout_seconds=30)
+        return group.per_node, said
 
 
 @pytest.mark.parametrize(
@@ -85,24 +74,24 @@ def find_nodes(
     ],
 )
 def test_ranks_of_a_group_find_their_nodes(
-    rank_pool: Callable[[int], RankPool], nodes: list[int], members: tuple[int, ...], expected: int
+    rank_pool: RankPools, nodes: list[int], members: tuple[int, ...], expected: int
 ) -> None:
-    for rank, (per_node, logged) in enumerate(rank_pool(4)(find_nodes, nodes, members)):
+    for rank, (per_node, said) in enumerate(rank_pool(4)(find_nodes, nodes, members)):
         assert per_node == (expected if rank in members else None)
-        assert not logged
+        assert not said
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0, 1], [0, 1, 0, 1]], ids=["uneven", "interleaved"])
 def test_uneven_or_interleaved_nodes_are_ignored_and_logged_once(
-    rank_pool: Callable[[int], RankPool], nodes: list[int]
+    rank_pool: RankPools, nodes: list[int]
 ) -> None:
-    (first, logged), *others = rank_pool(4)(find_nodes, nodes, (0, 1, 2, 3))
+    (first, said), *others = rank_pool(4)(find_nodes, nodes, (0, 1, 2, 3))
     assert first is None
     assert others == [(None, [])] * 3
-    assert len(logged) == 1
+    assert len(said) == 1
     assert (
         "4 ranks share attention on 2 nodes, but nodes differ in size or their ranks do not follow"
-        in logged[0]
+        in said[0]
     )
 
 
@@ -117,7 +106,7 @@ def find_group_of_size(rank: int, size: int) -> tuple[tuple[int, ...], int]:
     [(1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1)] * 2 + [(2, 3)] * 2), (4, [(0, 1, 2, 3)] * 4)],
 )
 def test_group_size_cuts_ranks_into_consecutive_groups(
-    rank_pool: Callable[[int], RankPool], size: int, expected: list[tuple[int, ...]]
+    rank_pool: RankPools, size: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert rank_pool(4)(find_group_of_size, size) == [
         (ranks, ranks.index(rank)) for rank, ranks in enumerate(expected)
@@ -130,9 +119,7 @@ def fail_to_divide(rank: int) -> str:
     return str(caught.value)
 
 
-def test_group_size_must_divide_the_number_of_ranks(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_group_size_must_divide_the_number_of_ranks(rank_pool: RankPools) -> None:
     assert all(
         "group_size=3 does not divide the 4 ranks" in message
         for message in rank_pool(4)(fail_to_divide)

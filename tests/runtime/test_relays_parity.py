@@ -20,7 +20,6 @@ from test_core_attention import (
     check_exact,
     draw_case,
     draw_head_groups,
-    list_home_tasks,
     run_plan,
     run_untagged,
 )
@@ -31,7 +30,7 @@ from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.load import PlanLoad
 from hf_distca.schedule.plan import Plan
 from hf_distca.schedule.relays import with_sending_ranks
-from ranks import RankPool
+from ranks import RankPools
 
 COST = CostModel.make_analytic(AttentionShape(32, 8, 128, 128, 2))
 
@@ -53,7 +52,7 @@ def draw_relay_case(random_: random.Random, world: int) -> tuple[Segments, list[
     ],
 )
 def test_random_relays_are_exact(
-    rank_pool: Callable[[int], RankPool], world: int, run: Callable[..., Result]
+    rank_pool: RankPools, world: int, run: Callable[..., Result]
 ) -> None:
     pool = rank_pool(world)
     relayed = 0
@@ -69,12 +68,12 @@ def test_random_relays_are_exact(
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_relays_of_head_groups_are_exact(rank_pool: Callable[[int], RankPool], world: int) -> None:
+def test_relays_of_head_groups_are_exact(rank_pool: RankPools, world: int) -> None:
     pool, relayed = rank_pool(world), 0
     for seed in range(12):
         random_ = random.Random(seed)
         ranks, _, _ = draw_case(random_, world)
-        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+        split, tasks = draw_head_groups(random_, ranks)
         layout = Layout.from_segments(ranks)
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         relays = draw_relays(random_, Plan.from_tasks(layout, tasks))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from some_relays import draw_relays
-from test_core_attention import KEY_HEADS, draw_case, draw_head_groups, list_home_tasks
+from test_core_attention import KEY_HEADS, draw_case, draw_head_groups
 
 from hf_distca.kernels import TaskBatch
 from hf_distca.runtime import messages as runtime
@@ -38,10 +38,8 @@ def test_slices_of_one_document_share_one_copy_of_its_prefix() -> None:
 def test_route_for_whole_documents_equals_that_of_a_local_plan(
     lengths: list[int], window: int | None
 ) -> None:
-    alone, planned = (
-        Route.for_whole_documents(lengths),
-        Route.build(Plan.make_local(Layout.from_lengths([lengths]), window), 0),
-    )
+    alone = Route.for_whole_documents(lengths)
+    planned = Route.build(Plan.make_local(Layout.from_lengths([lengths]), window), 0)
     columns = ("query_start", "query_length", "key_start", "key_length")
     for column in columns:
         assert list(getattr(alone.local_tasks, column)) == list(
@@ -125,10 +123,8 @@ def check_pooled_tasks(
     """Check that each task finds its keys and no key comes twice; return the query rows that
     servers compute.
     """
-    came, got = (
-        exchange_rows([w.queries for w in of_ranks], queries),
-        exchange_rows([w.keys for w in of_ranks], keys),
-    )
+    came = exchange_rows([w.queries for w in of_ranks], queries)
+    got = exchange_rows([w.keys for w in of_ranks], keys)
     if of_ranks[0].relay is not None:
         passed = [
             make_pool(w.relay.forwarded.pieces, own, sections)
@@ -188,7 +184,7 @@ def test_every_task_finds_its_keys_and_every_query_is_computed_once(
     ranks, context, tasks = draw_case(random_, world)
     layout = Layout.from_segments(ranks, context if kind != "groups" else ())
     if kind == "groups":
-        split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+        split, tasks = draw_head_groups(random_, ranks)
         layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
     plan = Plan.from_tasks(layout, tasks, kind if isinstance(kind, int) else None)
     if isinstance(kind, str):

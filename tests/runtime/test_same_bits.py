@@ -37,7 +37,6 @@ from test_core_attention import (
     SCORES,
     draw_case,
     draw_head_groups,
-    list_home_tasks,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,7 +46,7 @@ from hf_distca.runtime.core_attention import compute_core_attention
 from hf_distca.runtime.pingpong import run_nano_batches
 from hf_distca.schedule.layout import Layout
 from hf_distca.schedule.plan import Plan
-from ranks import RankPool
+from ranks import RankPools
 from turns import in_turn
 
 WAYS = ("plain", "relays", "head groups", "ping-pong", "ping-pong with relays")
@@ -62,7 +61,7 @@ def draw_plan(random_: random.Random, way: str, world: int) -> Plan:
             continue
         layout = Layout.from_segments(ranks)
         if way == "head groups":
-            split, tasks = draw_head_groups(random_, world, list_home_tasks(ranks))
+            split, tasks = draw_head_groups(random_, ranks)
             layout = layout.split_heads(np.isin(layout.documents, split), KEY_HEADS)
         plan = Plan.from_tasks(layout, tasks)
         if "relays" in way:
@@ -244,6 +243,6 @@ def list_differing_conditions(rank: int, world: int, way: str, seeds: range) -> 
     ("world", "way"), in_turn(itertools.product((2, 3), WAYS), 99, [(3, "relays")])
 )
 def test_results_are_bitwise_equal_under_all_conditions(
-    rank_pool: Callable[[int], RankPool], world: int, way: str
+    rank_pool: RankPools, world: int, way: str
 ) -> None:
     assert rank_pool(world)(list_differing_conditions, world, way, range(3)) == [[]] * world

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from hf_distca.runtime import channel, listener, members
 from hf_distca.runtime.group import AttentionGroup
 from hf_distca.runtime.monitor import BREAK_TAG, FailureMonitor
-from ranks import RankPool
+from ranks import RankPools
 
 SECONDS = 1.0
 
@@ -28,10 +27,8 @@ def exchange_late(rank: int) -> tuple[list[int], bool]:
     """
     group = AttentionGroup.create(timeout_seconds=SECONDS)
     assert group.data is not None
-    received, sent = (
-        torch.zeros(2, dtype=torch.uint8),
-        torch.full((2,), rank + 1, dtype=torch.uint8),
-    )
+    received = torch.zeros(2, dtype=torch.uint8)
+    sent = torch.full((2,), rank + 1, dtype=torch.uint8)
     one = {1 - rank: 2}
     if rank:
         time.sleep(1.6 * SECONDS)
@@ -72,15 +69,11 @@ def make_again(rank: int) -> int:
     return int(number)
 
 
-def test_a_wait_that_begins_late_has_its_full_timeout(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_a_wait_that_begins_late_has_its_full_timeout(rank_pool: RankPools) -> None:
     assert rank_pool(2)(exchange_late, timeout=30.0) == [([2, 2], True), ([1, 1], True)]
 
 
-def test_ranks_take_a_new_group_name_after_some_failed_to_make_one(
-    rank_pool: Callable[[int], RankPool],
-) -> None:
+def test_ranks_take_a_new_group_name_after_some_failed_to_make_one(rank_pool: RankPools) -> None:
     assert rank_pool(2)(make_again, timeout=30.0) == [3, 3]
 
 

@@ -18,11 +18,9 @@ from hf_distca.schedule.ranks import Ranks
 SHAPE = AttentionShape(
     query_heads=32, key_value_heads=8, head_dim=128, value_head_dim=128, element_bytes=2
 )
-PAIRS, CPU, CUDA = (
-    CostModel.make_of_pairs(SHAPE),
-    CostModel.make_analytic(SHAPE, device_type="cpu"),
-    CostModel.make_analytic(SHAPE, device_type="cuda"),
-)
+PAIRS = CostModel.make_of_pairs(SHAPE)
+CPU = CostModel.make_analytic(SHAPE, device_type="cpu")
+CUDA = CostModel.make_analytic(SHAPE, device_type="cuda")
 # A micro-batch of long documents: a tile is small against the mean work of a rank.
 LONG = [
     [65536],

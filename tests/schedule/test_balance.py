@@ -182,40 +182,37 @@ def test_max_transient_bytes_limits_the_bytes_of_a_plan() -> None:
         balance(layout, PAIRS, DistCAConfig(max_transient_bytes=LEAST - 1))
 
 
-@pytest.mark.parametrize("window", [1, 300])
-def test_byte_bound_holds_for_several_tails_of_a_windowed_document(window: int) -> None:
-    """One server gets several tails of a document, later tails before earlier ones."""
-    layout = Layout.from_segments(
-        [[*((n, 0, 1) for n in range(6)), (6, 0, 1399), (6, 1399, 1400)], [], []]
-    )
-    config = DistCAConfig(tolerance=0.0, min_gain=0.0, tile=1, max_transient_bytes=2**26)
-    plan = balance(layout, replace(PAIRS, window=window), config)
-    assert count_transient_bytes(plan, EACH).max() <= 2**26
+TAILS = Layout.from_segments(
+    [[*((n, 0, 1) for n in range(6)), (6, 0, 1399), (6, 1399, 1400)], [], []]
+)
+SHORT = Layout.from_lengths([[1, 1, 1, 1, 2], [], []])
+PIECES = Layout.from_segments(
+    [
+        [(0, 0, 6149), (0, 6149, 6150), (1, 0, 2), (1, 13, 3)],
+        [(1, 2, 3), (1, 10, 3)],
+        [(1, 5, 3), (1, 8, 2)],
+    ]
+)
 
 
-def test_byte_bound_holds_for_documents_as_long_as_the_window() -> None:
-    layout = Layout.from_lengths([[1, 1, 1, 1, 2], [], []])
+@pytest.mark.parametrize(
+    ("layout", "cost", "tile", "head_groups", "most"),
+    [
+        # One server gets several tails of a document, later tails before earlier ones.
+        pytest.param(TAILS, replace(PAIRS, window=1), 1, 4, 2**26, id="several tails, window 1"),
+        pytest.param(TAILS, replace(PAIRS, window=300), 1, 4, 2**26, id="several tails"),
+        pytest.param(SHORT, replace(PAIRS, window=1), 1, 1, LEAST, id="as long as the window"),
+        # The tail of the second piece needs other keys than the tail of the first.
+        pytest.param(PIECES, replace(CPU, window=300), 16, 1, 2**26, id="tails of two pieces"),
+    ],
+)
+def test_byte_bound_holds_for_documents_with_a_window(
+    layout: Layout, cost: CostModel, tile: int, head_groups: int, most: int
+) -> None:
     config = DistCAConfig(
-        tolerance=0.0, min_gain=0.0, tile=1, head_groups=1, max_transient_bytes=LEAST
+        tolerance=0.0, min_gain=0.0, tile=tile, head_groups=head_groups, max_transient_bytes=most
     )
-    plan = balance(layout, replace(PAIRS, window=1), config)
-    assert count_transient_bytes(plan, EACH).max() <= LEAST
-
-
-def test_byte_bound_holds_if_a_server_gets_tails_of_two_pieces() -> None:
-    """With a window, the tail of the second piece needs other keys than the tail of the first."""
-    layout = Layout.from_segments(
-        [
-            [(0, 0, 6149), (0, 6149, 6150), (1, 0, 2), (1, 13, 3)],
-            [(1, 2, 3), (1, 10, 3)],
-            [(1, 5, 3), (1, 8, 2)],
-        ]
-    )
-    config = DistCAConfig(
-        tolerance=0.0, min_gain=0.0, tile=16, head_groups=1, max_transient_bytes=2**26
-    )
-    plan = balance(layout, replace(CPU, window=300), config)
-    assert count_transient_bytes(plan, EACH).max() <= 2**26
+    assert count_transient_bytes(balance(layout, cost, config), EACH).max() <= most
 
 
 @pytest.mark.parametrize("ranks", [64, 512])

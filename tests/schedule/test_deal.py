@@ -42,10 +42,8 @@ MODELS = [CUDA, PAIRS, CPU, replace(CUDA, window=100), replace(PAIRS, window=409
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[int], int, int]:
     """Draw document lengths, the number of ranks, and the tokens of each rank."""
-    ranks, tokens = (
-        draw(st.integers(1, 9)),
-        draw(st.one_of(st.integers(1, 50), st.integers(1, 20_000))),
-    )
+    ranks = draw(st.integers(1, 9))
+    tokens = draw(st.one_of(st.integers(1, 50), st.integers(1, 20_000)))
     total = ranks * tokens
     cuts = draw(
         st.sets(st.one_of(st.integers(0, total), st.integers(0, min(total, 300))), max_size=40)

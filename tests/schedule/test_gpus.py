@@ -29,10 +29,8 @@ def test_factor_of_a_gpu_and_kernel_scales_the_built_in_cost(
     device: str, kernel: str, row: tuple[str, float] | None
 ) -> None:
     assert find_factor(device, kernel) == row
-    cost, built_in = (
-        make_gpu_cost(SHAPE, device, kernel, tile=256),
-        CostModel.make_analytic(SHAPE, device_type=device, tile=256),
-    )
+    cost = make_gpu_cost(SHAPE, device, kernel, tile=256)
+    built_in = CostModel.make_analytic(SHAPE, device_type=device, tile=256)
     if row is None:
         assert cost == built_in
         return

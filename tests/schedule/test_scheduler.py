@@ -62,10 +62,8 @@ def build_spanning_layout() -> Layout:
 def test_tolerance_holds_up_to_two_tiles(
     layout: Layout, tolerance: float, window: int | None
 ) -> None:
-    config, cost = (
-        DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16),
-        replace(PAIRS, window=window),
-    )
+    config = DistCAConfig(tolerance=tolerance, min_gain=0.0, tile=16)
+    cost = replace(PAIRS, window=window)
     seconds = make_load(layout, cost, config).compute_seconds
     # The smallest move is one tile of rows, which costs most at the end of the longest document.
     tile = float(cost.estimate_seconds(16, max(layout.longest, 16))[0])

@@ -38,6 +38,11 @@ def plan_two_moves() -> Plan:
     )
 
 
+def load_two_moves(per_node: int | None = 2, **changes: float) -> PlanLoad:
+    """Compute the load of `plan_two_moves` on nodes of this size; `changes` are of `SLOW`."""
+    return PlanLoad(plan_two_moves(), replace(SLOW, **changes), ranks=Ranks(per_node=per_node))
+
+
 def mix_lengths(nodes: int, per_node: int) -> Layout:
     """Build a layout with a long document on half of the ranks of every node, so all nodes have
     equal work.
@@ -49,20 +54,16 @@ def mix_lengths(nodes: int, per_node: int) -> Layout:
 
 
 def test_every_peer_adds_to_the_fixed_seconds_of_an_exchange() -> None:
-    load = PlanLoad(
-        plan_two_moves(),
-        replace(SLOW, exchange_seconds=1.0, peer_seconds=0.25),
-        ranks=Ranks(per_node=2),
-    )
+    load = load_two_moves(exchange_seconds=1.0, peer_seconds=0.25)
     assert load.peer_counts.tolist() == [2, 1, 1, 0], "rank 0 sends to rank 1 and to rank 2"
     assert (load.exchange_seconds - load.wire_seconds.max(axis=0)).tolist() == pytest.approx(
         [6.0, 5.0, 5.0, 4.0]
     )
-    assert not PlanLoad(plan_two_moves(), SLOW).peer_counts.any(), "peers cost nothing here"
+    assert not load_two_moves(per_node=None).peer_counts.any(), "peers cost nothing here"
 
 
 def test_bytes_inside_and_between_nodes_are_counted_separately() -> None:
-    load = PlanLoad(plan_two_moves(), SLOW, ranks=Ranks(per_node=2))
+    load = load_two_moves()
     inside, between = 4 * QUERY + 16 * KEY, 2 * QUERY + 12 * KEY
     assert load.node_bytes.intra_node.tolist() == [[inside, 0, 0, 0], [0, inside, 0, 0]]
     assert load.node_bytes.inter_node.tolist() == [[between, 0, 0, 0], [0, 0, between, 0]]
@@ -70,25 +71,23 @@ def test_bytes_inside_and_between_nodes_are_counted_separately() -> None:
 
 
 def test_links_inside_and_between_nodes_work_at_the_same_time() -> None:
-    load = PlanLoad(plan_two_moves(), SLOW, ranks=Ranks(per_node=2))
+    load = load_two_moves()
     inside, between = (4 * QUERY + 16 * KEY) / 100, (2 * QUERY + 12 * KEY) / 10
     assert between > inside
     assert load.exchange_seconds.tolist() == [between, inside, between, 0]
-    slow_inside = PlanLoad(
-        plan_two_moves(), replace(SLOW, node_bytes_per_second=10.0), ranks=Ranks(per_node=2)
-    )
+    slow_inside = load_two_moves(node_bytes_per_second=10.0)
     assert slow_inside.exchange_seconds[0] == pytest.approx(10 * inside)
-    one_level = PlanLoad(plan_two_moves(), SLOW)
+    one_level = load_two_moves(per_node=None)
     assert one_level.exchange_seconds[0] == pytest.approx(10 * inside + between)
 
 
 def test_ranks_that_share_a_link_wait_for_its_total_traffic() -> None:
     """Rank 0 sends alone, so it has the whole link; rank 1 waits for the shared link."""
-    load = PlanLoad(plan_two_moves(), replace(SLOW, ranks_per_link=2), ranks=Ranks(per_node=2))
+    load = load_two_moves(ranks_per_link=2)
     between = (2 * QUERY + 12 * KEY) / 10
     assert load.exchange_seconds.tolist() == [between / 2] * 4
     # Ranks of different nodes share no link, and the last link of a node may have fewer ranks.
-    wide = PlanLoad(plan_two_moves(), replace(SLOW, ranks_per_link=3), ranks=Ranks(per_node=2))
+    wide = load_two_moves(ranks_per_link=3)
     assert wide.exchange_seconds.tolist() == [between / 2] * 4
     layout = Layout.from_segments([[(0, 0, 16)], [], [], [(1, 0, 4)], [], []])
     plan = Plan.from_tasks(layout, [(0, 0, 10, 0, 0), (0, 10, 16, 0, 5), (1, 0, 4, 3, 3)])
