@@ -136,6 +136,8 @@ def share(rank: int, case: Case) -> Share | str:
                 batch["distca_documents"] = PackedDocuments(sizes, starts, numbers)
             if takes(model, "use_cache"):
                 batch["use_cache"] = False
+            if case.model_type in ("musicgen", "musicgen_melody"):
+                batch["labels"] = batch["labels"][..., None]  # labels of the only codebook
             out = model(**batch)
             loss = cross_entropy(out.logits[0].double(), shifted[0], reduction="sum")
             loss.backward()

@@ -59,17 +59,22 @@ class Run:
     Attributes:
         losses: and gradient norms, of each step.
         weights: after training.
-        state_exchanges, halves: exchanges of recurrent layers; whether attention layers ran as
-            nano-batches.
+        state_exchanges, evaluation_exchanges: exchanges of recurrent layers in training, and in
+            evaluation after it.
+        halves: whether attention layers ran as nano-batches.
         spanning: how many documents of all global batches lay on several ranks.
+        spanning_evaluations: in how many global batches of evaluation a document lay on several
+            ranks.
         states_mb: megabytes of states in all micro-batches, from the log of this rank.
     """
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
     state_exchanges: int
+    evaluation_exchanges: int
     halves: bool
     spanning: int
+    spanning_evaluations: int
     states_mb: float
 
 
@@ -166,14 +171,13 @@ def train(
         trainer.remove_callback(PrinterCallback)
         hf_distca.deal(trainer, TOKENS // case.ranks, fill="cut", evaluation=case.evaluation)
         trainer.train()
+        meter = current_session().meter
+        state_exchanges = meter.state_exchanges
+        spanning = _count_spanning(trainer.train_dataset, case.ranks)[: case.steps]
+        evaluated_spanning: list[int] = []
         if case.evaluation:
             trainer.evaluate()
-        shares, meter = trainer.train_dataset, current_session().meter
-        items = range(0, min(case.steps * case.ranks, len(shares)), case.ranks)
-        spanning = sum(
-            int(shares[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum())
-            for item in items
-        )
+            evaluated_spanning = _count_spanning(trainer.eval_dataset, case.ranks)
         weights = {name: _gather(parameter) for name, parameter in trainer.model.named_parameters()}
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
@@ -182,7 +186,24 @@ def train(
     states_mb = sum(
         row.get("distca/states_mb", 0.0) * row.get("distca/micro_batches", 0) for row in logged
     )
-    return Run(losses(trainer), weights, meter.state_exchanges, halves, spanning, states_mb)
+    return Run(
+        losses(trainer),
+        weights,
+        state_exchanges,
+        meter.state_exchanges - state_exchanges,
+        halves,
+        sum(spanning),
+        sum(map(bool, evaluated_spanning)),
+        states_mb,
+    )
+
+
+def _count_spanning(shares: Any, ranks: int) -> list[int]:
+    """Count the documents of each global batch that lie on several ranks."""
+    return [
+        int(shares[item]["distca_documents"].dealt_share.whole_layout.has_many_ranks.sum())
+        for item in range(0, len(shares), ranks)
+    ]
 
 
 def _gather(parameter: torch.Tensor) -> torch.Tensor:

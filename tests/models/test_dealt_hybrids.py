@@ -73,9 +73,14 @@ def test_cut_documents_train_like_whole_documents_on_one_process(
     for run in ranks:
         assert run.losses == pytest.approx(want.losses, rel=1e-4)
         assert (bool(run.spanning), run.states_mb > 0) == (case.ranks > 1,) * 2
-        # Each layer exchanges states in forward and backward, and not in recomputes.
-        layers = sum("conv1d.weight" in name or "conv.conv.weight" in name for name in want.weights)
-        assert run.state_exchanges == (2 * 2 * layers * case.steps if case.ranks > 1 else 0)
+        # Convolutions and recurrences (those with A_log) each have an exchange in forward and in
+        # backward, but not in recomputes. Evaluation has no backward.
+        forward = sum(
+            name.endswith(("conv1d.weight", "conv.conv.weight", "A_log")) for name in want.weights
+        )
+        assert run.state_exchanges == (2 * forward * case.steps if case.ranks > 1 else 0)
+        assert bool(run.spanning_evaluations) == (case.evaluation and case.ranks > 1)
+        assert run.evaluation_exchanges == forward * run.spanning_evaluations
         assert run.halves == case.ping_pong
     for name, weight in want.weights.items():
         difference = (ranks[0].weights[name] - weight).norm() / weight.norm().clamp_min(1e-3)
