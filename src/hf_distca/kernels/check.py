@@ -180,8 +180,8 @@ def _count_compiled_functions() -> int:
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
-    """Return a context manager that counts functions compiled in its block as compiled ahead, and
-    silences warnings of compilers.
+    """Return a context manager for compiling kernels before training. `count_late_compiles` leaves
+    out the functions that its block compiles. Warnings of compilers are silenced.
     """
     global _ahead
     before = _count_compiled_functions()

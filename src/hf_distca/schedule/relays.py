@@ -147,9 +147,8 @@ def _choose_relays(load: PlanLoad, other_seconds: FloatArray, unchanged: float) 
     unit, document, server, key_end = (
         column[order] for column in (unit, document, server, key_end)
     )
-    # If a rank sends each of its own keys only once, the seconds that it has left before the time
-    # `unchanged` are its spare seconds. They are divided equally among the documents whose keys the
-    # rank may forward.
+    # A rank's spare seconds are those until the time `unchanged`, if the rank sends each of its own
+    # keys only once. They are divided equally among the documents whose keys the rank may forward.
     resent = _count_resent(_select_rows(keys, keys.source != keys.server), layout)
     spare_seconds = unchanged - seconds + load.cost.key_seconds * resent
     weight = np.maximum(spare_seconds, 0.0)[server] / np.bincount(server)[server]
