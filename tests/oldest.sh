@@ -17,7 +17,7 @@ echo $oldest
 # after a long row, lack some families and mask functions, and cannot load their own optimizer state on CPUs.
 "$environment/bin/python" -m pytest tests/schedule tests/kernels tests/agreement tests/integration tests/test_borrowed.py \
     --ignore tests/integration/test_loaders.py --ignore tests/integration/test_log_rows.py \
-    --deselect "tests/integration/test_rotary.py::test_rows_after_a_share_have_the_logits_of_sdpa[llama dynamic]" \
+    --deselect "tests/integration/test_rotary.py::test_plain_rows_that_run_after_a_share_have_the_logits_of_sdpa[llama dynamic]" \
     --ignore tests/kernels/test_kernels_of_families.py \
     --deselect tests/integration/test_record.py::test_resumed_run_appends_to_its_record
 for engine in FSDP1 "DDP, torch.compile"; do

@@ -1,4 +1,4 @@
-"""`hf-distca plan`, which plans a placement or deals lengths, and removed verbs."""
+"""`hf-distca plan`, which plans a placement or deals lengths, and verbs that were removed."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def measure_case(setting: Setting, packed: Packed, pair: Pair) -> dict[str, Any]
 
 
 def run(setting: Setting) -> None:
-    """Record one row per kernel, way of checkpointing and row of documents."""
+    """Record one result per kernel, way of checkpointing and row of documents."""
     model = make_stack(setting, LAYERS)
     short, middle, long = setting.size(
         quick=(128, 256, 512), cpu=(1024, 2048, 4096), gpu=(8192, 32768, 65536)

@@ -116,7 +116,7 @@ def step(run: Callable[[], None], key: tuple[str, int]) -> float:
 
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compute medians over rounds, and ratios within rounds to no communication."""
+    """Compute medians over rounds, and ratios to the time without communication in each round."""
     run = (make_staged if arguments.stages else make_data_parallel)(arguments, rank)
     for mode in MODES:
         step(run, (mode, 0))  # the first steps allocate buffers and fill caches

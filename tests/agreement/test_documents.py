@@ -30,7 +30,7 @@ def test_first_document_key_of_a_batch_decides_the_lengths(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", DOCUMENT_KEYS)
-def test_document_keys_without_starts_are_ignored_if_documents_span_ranks(key: str) -> None:
+def test_batch_keys_that_give_no_starts_are_ignored_if_documents_span_ranks(key: str) -> None:
     """The positions describe the second part of one document, and a whole document."""
     said = {
         "distca_documents": PackedDocuments((5, 4), starts=(3, 0), documents=(1, 2)),

@@ -214,7 +214,7 @@ def test_attention_on_a_slow_network_is_no_slower_than_moving_nothing(
 
 
 @pytest.mark.parametrize("mib", [4, 64])
-def test_plans_with_a_transient_bound_are_no_slower_than_moving_nothing(mib: int) -> None:
+def test_plans_with_a_bound_of_transient_bytes_never_lose_to_moving_nothing(mib: int) -> None:
     world = World(TRUE, max_transient_bytes=mib * 2**20)
     world.train(48)
     assert np.mean(world.slowdown[16:]) <= 1.002

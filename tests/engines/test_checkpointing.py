@@ -79,7 +79,8 @@ ONE_OF_EACH_KIND = [
     "checkpoint_wrapper",
     "DeepSpeed",
 ]
-# Policies could save what the reference kernel runs, too. The CPU kernel is a single operation.
+# Policies also run with the reference kernel, whose operations they could save one by one. The CPU
+# kernel is a single operation.
 CASES = [(name, "cpu") for name in SWITCHES] + [
     (name, "reference") for name in SWITCHES if name.startswith("policy")
 ]

@@ -220,7 +220,7 @@ def test_long_evaluation_on_one_rank_keeps_the_frequencies_of_shares(
 
 
 @pytest.mark.parametrize("kind", ROPES, ids=" ".join)
-def test_rows_after_a_share_have_the_logits_of_sdpa(kind: tuple[str, str]) -> None:
+def test_plain_rows_that_run_after_a_share_have_the_logits_of_sdpa(kind: tuple[str, str]) -> None:
     """Rows without documents, in evaluation or generation, have the frequencies of their own
     length.
     """

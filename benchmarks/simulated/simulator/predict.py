@@ -31,7 +31,7 @@ from simulator.work import (
 # but not compared.
 _SKIPPED = 0.01
 _MOST_BATCHES = 100_000
-_TIE = 1e-3  # largest part of a step that counts as equal
+_TIE = 1e-3  # strategies tie if their steps differ by at most this fraction
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def _time_products(
 
 
 def estimate_layer_seconds(setting: Setting, tokens: FloatArray) -> Directions:
-    """Return a layer's seconds of linear layers for the tokens of each rank, shape (ranks,)."""
+    """Return the seconds of a decoder layer's matrix products on each rank, shape (ranks,)."""
     model, tensor = setting.model, setting.tensor
     queries, keys, wide = (
         model.attention_width / tensor,
