@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+import statistics
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,10 +150,13 @@ def test_a_thousand_steps_of_random_batches_leak_no_resources() -> None:
         )
         warm = round(WARM_UP * len(seen.resident_bytes))
         assert max(seen.resident_bytes[warm:]) <= 1.01 * seen.resident_bytes[warm]
-        # Several tensors of a batch stay until the next one. Their number depends on chance, so the
-        # largest differ from run to run. A leak raises the smallest.
+        # 26 to 34 tensors of the last batch stay, by chance, usually 29. A leak of one tensor in 50
+        # steps raises the lower quartile by 10.
         half = len(seen.tensors) // 2
-        assert min(seen.tensors[half:]) <= min(seen.tensors[:half])
+        early, late = (
+            statistics.quantiles(part)[0] for part in (seen.tensors[:half], seen.tensors[half:])
+        )
+        assert late <= early + 3
         assert len(set(seen.threads[warm:])) == 1
         assert len(set(seen.descriptors[warm:])) == 1
 
