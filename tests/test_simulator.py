@@ -45,5 +45,7 @@ def test_option_longest_prints_the_table_of_the_page(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_checks_of_the_simulator_pass(tmp_path: Path) -> None:
+    # The forked process has hypothesis already, of which pytest warns, and warnings are errors.
     options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     assert " passed" in scripts.run([*CHECKS, *options], tmp_path, timeout=900)
